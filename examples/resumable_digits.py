@@ -1,4 +1,4 @@
-"""Trains on handwritten digits, under Slurm or on Kubernetes, and goes on from the newest checkpoint.
+"""Trains on handwritten digits, under Slurm or on Kubernetes, and continues from the newest checkpoint.
 
     srun --nodes 2 --ntasks 2 python examples/resumable_digits.py --checkpoints checkpoints
 

@@ -89,7 +89,7 @@ static int32_t start(int32_t slots, struct smd_mpi_world *world) {
   if (!world->any_thread && !owns_mpi) return SMD_MPI_THREADS;
   guard_abort();
   ENTER;
-  /* Our messages and those of the script never meet. */
+  /* Our messages cannot be matched with those of the script. */
   code = MPI_Comm_dup(MPI_COMM_WORLD, &job);
   if (!code) code = MPI_Comm_set_errhandler(job, MPI_ERRORS_RETURN);
   if (!code) code = MPI_Comm_rank(job, &world->rank);

@@ -1,4 +1,4 @@
-/* What the core and its MPI plug-in agree on. The plug-in is the only code that sees mpi.h: an MPI library's types and
+/* The interface between the core and its MPI plug-in. The plug-in is the only code that sees mpi.h: an MPI library's types and
  * constants differ from those of another one, so it is compiled against the MPI that the job uses. It decides nothing.
  *
  * One thread of the core makes all calls. Functions return 0, an MPI error code (positive) or one of the codes below. */
@@ -37,11 +37,11 @@ struct smd_mpi_done {
 struct smd_mpi_plugin {
   uint32_t abi;
   uint32_t struct_bytes;
-  /* Sees to it that MPI is initialised: MPI_Init_thread if nobody has, which waits for all processes. */
+  /* Initialises MPI by MPI_Init_thread unless that has been done; it waits for all processes. */
   int32_t (*init)(int32_t *any_thread);
   /* Joins the job: `init`, and a communicator of our own. Waits for all processes. */
   int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);
-  /* Start a message in a free slot. The memory is MPI's until `poll` says that the slot is done. */
+  /* Start a message in a free slot. MPI uses the memory until `poll` returns the slot. */
   int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to);
   int32_t (*recv)(int32_t slot, void *data, int32_t bytes);
   /* Slots that are done, as many as `done` has room for slots; does not wait. */

@@ -54,7 +54,7 @@ def chosen(expression: str) -> frozenset[str]:
     """
     words = re.findall(r"\(|\)|[^\s()]+", re.sub(r"\s*/\s*", " OR ", expression))
     alternatives = list(_alternatives(words))
-    assert not words, f"`{expression}` goes on after its end"
+    assert not words, f"`{expression}` continues after its end"
     accepted = [each for each in alternatives if each <= set(ACCEPTED)]
     if not accepted:
         raise ValueError(f"none of `{', '.join(ACCEPTED)}` is enough for `{expression}`")

@@ -73,7 +73,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says which tests were left out, and which ones take long without the mark that leaves them out."""
+    """Reports the number of tests that were left out, and tests that take long without the mark that leaves them out."""
     if left_out := config.stash.get(_LEFT_OUT, 0):
         terminalreporter.write_line(f"left out: {left_out} tests that are marked `more`; `make test-more` runs them")
     seconds: Counter[str] = Counter()

@@ -1,7 +1,8 @@
-// What differs between the versions of TensorFlow that this is compiled for. The other files see one TensorFlow.
+// Differences between the versions of TensorFlow that this library is compiled for. The other files do not depend on
+// the version.
 //
-// Each difference is told by the feature itself, not by a version, so that an unknown newer TensorFlow compiles too. Of
-// two overloads, `Preferred` chooses the first one that compiles.
+// Each difference is detected by the feature itself, not by a version, so that an unknown newer TensorFlow compiles
+// too. Of two overloads, `Preferred` chooses the first one that compiles.
 #pragma once
 
 #include <cstddef>

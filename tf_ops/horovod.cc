@@ -57,7 +57,7 @@ absl::Status attempted(Body&& body) {
   }
 }
 
-// The collectives of one call, and what becomes of their results.
+// The collectives of one call, and the destinations of their results.
 struct Group {
   std::vector<TensorOperation> operations;
   // The shape of each tensor; ranks compare them.
@@ -129,11 +129,11 @@ class GroupCompletion : public Completion {
 static std::string reduction(int number) {
   static const char* const kNames[] = {"average", "sum", "adasum", "min", "max", "product"};
   must(number >= 0 && number < 6,
-       absl::StrCat(number, " is no reduction: expected Average, Sum, Adasum, Min, Max or Product"));
+       absl::StrCat(number, " is not a reduction: expected Average, Sum, Adasum, Min, Max or Product"));
   return kNames[number];
 }
 
-// A kernel with a name: the node's, or one that an eager caller gives, who is blocked until completion.
+// A kernel with a name: the node's, or one that an eager caller passes; such a caller blocks until completion.
 class NamedKernel : public AsyncOpKernel {
  public:
   explicit NamedKernel(OpKernelConstruction* construction) : AsyncOpKernel(construction) {
@@ -505,7 +505,7 @@ class JoinKernel final : public AsyncOpKernel {
 };
 
 // Returns a number such as the rank or size, read when the operation runs, because an elastic job may change it.
-template <auto ask>
+template <auto query>
 class NumberKernel final : public OpKernel {
  public:
   explicit NumberKernel(OpKernelConstruction* construction) : OpKernel(construction) {
@@ -518,7 +518,7 @@ class NumberKernel final : public OpKernel {
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
     OP_REQUIRES_OK(context,
-                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(ask(process_set_)); }));
+                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(query(process_set_)); }));
   }
 
  private:

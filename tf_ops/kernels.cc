@@ -23,7 +23,7 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 // Returns a number that the session has for a group: this process's rank in it, or its size.
-template <auto ask>
+template <auto query>
 class GroupKernel final : public OpKernel {
  public:
   explicit GroupKernel(OpKernelConstruction* construction) : OpKernel(construction) {
@@ -35,7 +35,7 @@ class GroupKernel final : public OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
     OP_REQUIRES_OK(context, checked([&] {
                      output->scalar<std::int32_t>()() =
-                         static_cast<std::int32_t>(ask(static_cast<std::uint64_t>(group_)));
+                         static_cast<std::int32_t>(query(static_cast<std::uint64_t>(group_)));
                    }));
   }
 
@@ -148,11 +148,11 @@ class AllGatherKernel final : public CollectiveKernel {
 // Divides dimension 0 into blocks, one for each rank: the sizes in `given`, or equal blocks if it is empty. Returns an
 // error text if they do not fit.
 std::string blocks(const Tensor& tensor, const Tensor& given, std::size_t ranks, std::vector<std::size_t>& rows) {
-  if (tensor.dims() == 0) return "a scalar has no rows to share out";
+  if (tensor.dims() == 0) return "a scalar has no rows to scatter";
   const std::int64_t all = tensor.dim_size(0);
   const std::int64_t members = static_cast<std::int64_t>(ranks);
   if (given.NumElements() == 0) {
-    if (all % members != 0) return absl::StrCat(all, " rows are no multiple of the ", members, " ranks");
+    if (all % members != 0) return absl::StrCat(all, " rows are not a multiple of the ", members, " ranks");
     rows.assign(ranks, static_cast<std::size_t>(all / members));
     return {};
   }

@@ -5,13 +5,13 @@
 // same operations in the same order.
 //
 // - TF-1: order. Operations are stateful, so nothing removes, merges or folds one. In a `tf.function`, TensorFlow
-// chains stateful operations that take no resource in the order in which the body names them, each waiting for the one
-// before it, and so it does with calls of functions, branches and loops, unless these take a resource such as a
-// variable: they are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which contain
-// operations of ours into the chain. In a graph of TensorFlow 1 nothing is chained: there the script orders by control
-// dependencies, or by values. Operations with a name (SmdNamed..) are not stateful and have no order: ranks find each
-// other's by name. Horovod's operations have names, too, and are stateful: `horovod/tensorflow/mpi_ops.py` takes them
-// out of the chain.
+//   chains stateful operations that take no resource in the order in which the body names them, each waiting for the
+//   one before it, and so it does with calls of functions, branches and loops, unless these take a resource such as a
+//   variable: they are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which
+//   contain operations of this library into the chain. In a graph of TensorFlow 1 nothing is chained: there the script
+//   orders by control dependencies, or by values. Operations with a name (SmdNamed..) are not stateful and have no
+//   order: ranks find each other's by name. Horovod's operations have names, too, and are stateful:
+//   `horovod/tensorflow/mpi_ops.py` takes them out of the chain.
 
 #include <cstdint>
 
@@ -247,7 +247,7 @@ REGISTER_OP("SmdAllGather")
 output = the ranks' tensors, one after the other along dimension 0.
 
 tensor: Same shape but for dimension 0, and same type, on all ranks; at least one dimension.
-rows: How many come from each rank.
+rows: Rows received from each rank.
 )");
 
 REGISTER_OP("SmdReduceScatter")
@@ -264,7 +264,7 @@ REGISTER_OP("SmdReduceScatter")
 output = op over ranks (this rank's block of tensor).
 
 tensor: Same shape and type on all ranks; blocks of dimension 0, one a rank.
-rows: How many rows each rank gets, the same on all ranks; none for blocks of equal size.
+rows: Rows for each rank, the same on all ranks; empty for blocks of equal size.
 )");
 
 REGISTER_OP("SmdAllToAll")
@@ -296,16 +296,16 @@ REGISTER_OP("SmdBarrier")
 // ranks.
 
 REGISTER_OP("SmdBeginStep").Output("step: variant").SetIsStateful().SetShapeFn(ScalarShape).Doc(R"(
-Before anything for which other ranks wait.
+Begins a step. Runs before all operations of the step for which other ranks wait.
 
-step: What `SmdEndStep` takes, in the same step.
+step: Handle of the step, for its `SmdEndStep`.
 )");
 
 REGISTER_OP("SmdEndStep")
     .Input("step: variant")
     .SetIsStateful()
     .SetShapeFn(NoOutputs)
-    .Doc("After all of the step, or when all ranks know that there will be no more of it.");
+    .Doc("Ends a step. Runs after all operations of the step, or when all ranks know that it failed.");
 
 // Point-to-point messages between two members. They are not ordered with collectives. Messages to one member under one
 // tag arrive in the order in which they were sent. The operations are stateful, so that TensorFlow removes none; a
@@ -322,9 +322,9 @@ REGISTER_OP("SmdSend")
     .SetIsDistributedCommunication()
     .SetShapeFn(ScalarShape)
     .Doc(R"(
-Begins to give the tensor to another member.
+Starts a send of the tensor to another member.
 
-message: What `SmdSent` waits for.
+message: Handle of the send, for `SmdSent`.
 peer: Rank inside the group.
 tag: As the other member receives it.
 )");
@@ -335,7 +335,7 @@ REGISTER_OP("SmdSent")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(NoOutputs)
-    .Doc("Completes when the other members have what was sent.");
+    .Doc("Completes when the other members have received the messages.");
 
 REGISTER_OP("SmdRecv")
     .Attr(kType)
@@ -348,7 +348,7 @@ REGISTER_OP("SmdRecv")
     .SetIsDistributedCommunication()
     .SetShapeFn(received_shape)
     .Doc(R"(
-tensor = what another member sends.
+tensor = the tensor that another member sends.
 
 shape: The shape it sends.
 peer: Rank inside the group.
@@ -366,11 +366,11 @@ REGISTER_OP("SmdReduceGradients")
     .SetIsDistributedCommunication()
     .SetShapeFn(unchanged_shapes)
     .Doc(R"(
-Gradients of a step, reduced over ranks as their plan says. Each one goes its own way: the operations of a step may run
+Gradients of a step, reduced over ranks by their plan. Gradients are independent: the operations of a step may run
 in any order, and at the same time.
 
-plan: Number that this process drew.
-params: The gradients' places in the plan.
+plan: Number of the plan in this process.
+params: Indices of the gradients in the plan.
 whole: Whether these are all gradients of the plan.
 )");
 
@@ -437,7 +437,7 @@ REGISTER_OP("HorovodAllreduce")
     .Doc(R"(
 output = postscale_factor * op over ranks (prescale_factor * tensor).
 
-is_scaled: Who calls multiplies: ranks only compare the factors.
+is_scaled: Whether the caller multiplies by the factors; ranks then only compare them.
 )");
 
 REGISTER_OP("HorovodGroupedAllreduce")
@@ -507,7 +507,7 @@ REGISTER_OP("HorovodBroadcastInplace")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(unchanged_shapes)
-    .Doc("Gives variables the values of a rank of the world.");
+    .Doc("Sets variables to the values of a rank of the world.");
 
 REGISTER_OP("HorovodBroadcastInplaceResource")
     .Attr("root_rank: int")
@@ -536,8 +536,8 @@ REGISTER_OP("HorovodAlltoall")
     .Doc(R"(
 output = the rows that the ranks send to this one.
 
-splits: Rows for each rank; none for equal parts. Rows that are left over are not sent.
-received_splits: How many come from each rank.
+splits: Rows for each rank; empty for equal parts. Rows beyond their sum are not sent.
+received_splits: Rows received from each rank.
 )");
 
 REGISTER_OP("HorovodReducescatter")
@@ -555,7 +555,7 @@ REGISTER_OP("HorovodReducescatter")
     .SetIsDistributedCommunication()
     .SetShapeFn(scattered_shapes)
     .Doc(
-        "output = this rank's rows of the reduced tensor; the first ranks have one more if they cannot be shared out "
+        "output = this rank's rows of the reduced tensor; the first ranks have one more if the rows cannot be split "
         "evenly.");
 
 REGISTER_OP("HorovodGroupedReducescatter")
@@ -584,10 +584,10 @@ REGISTER_OP("HorovodStep")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .Doc(R"(
-Fails on all ranks, saying who lacks which, unless the next step of all of them has the same gradients.
+Fails on all ranks, naming the ranks and the missing gradients, unless the next step of all ranks has the same gradients.
 
-numbers: Of the gradients that there are, in the list of all.
-names: A line for each of them.
+numbers: Indices of the gradients of this step in the list of all gradients.
+names: Names of all gradients, one a line.
 )");
 
 REGISTER_OP("HorovodJoin")
@@ -595,7 +595,7 @@ REGISTER_OP("HorovodJoin")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(ScalarShape)
-    .Doc("Says that this rank has no more data; the rank that joined last, once all have.");
+    .Doc("Joins: this rank has no more data. Completes when all ranks have joined; output = the rank that joined last.");
 
 REGISTER_OP("HorovodBarrier")
     .Attr("process_set_id: int = 0")

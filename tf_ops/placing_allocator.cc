@@ -25,7 +25,7 @@ namespace {
 constexpr int kPriority = 75;
 
 // TensorFlow's CPU allocator, except that an allocation which is predicted to become a gradient gets that gradient's
-// slot. Such a tensor is valid whatever it becomes. The slot stays taken until its last reference is gone; if another
+// slot. Such a tensor is valid whatever it becomes. The slot is in use until its last reference is gone; if another
 // tensor becomes the gradient, that one is copied to the slot.
 //
 // This saves one pass over all gradients in each step (docs/performance.md).
@@ -59,12 +59,12 @@ class PlacingAllocator final : public tsl::AllocatorWrapper {
   }
 
   void DeallocateRaw(void* data) override {
-    if (!slots_.give_back(data)) wrapped()->DeallocateRaw(data);
+    if (!slots_.release(data)) wrapped()->DeallocateRaw(data);
   }
 
   // Not marked `override`: TensorFlow 2.17 and older do not call it.
   virtual void DeallocateRaw(void* data, std::size_t alignment, std::size_t num_bytes) {
-    if (!slots_.give_back(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
+    if (!slots_.release(data)) compat::deallocate(*wrapped(), data, alignment, num_bytes, compat::Preferred());
   }
 
   // TensorFlow's allocator does not know the slots, so it cannot report their sizes; tracking sizes is optional.

@@ -17,7 +17,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// A tensor's buffer that is a reducer's slot. The slot is taken until the last reference to the tensor is gone.
+// A tensor's buffer that is a reducer's slot. The slot is in use until the last reference to the tensor is gone.
 class SlotBuffer final : public tensorflow::TensorBuffer {
  public:
   SlotBuffer(rust::Box<SlotLease> lease, std::size_t bytes)
@@ -73,12 +73,12 @@ void GradientCall::give(std::size_t position, std::size_t param) {
     const auto filled = checked([&] { lease->fill(made); });
     if (!filled.ok()) return answer(position, filled, nullptr);
   } else {
-    // The gradient is used where it is: it lies in its slot, all slots are taken, the reducer does not exist yet, or it
-    // is on a device and reduced in place.
+    // The gradient is used where it is: it lies in its slot, all slots are in use, the reducer does not exist yet, or
+    // it is on a device and reduced in place.
     Tensor* output = nullptr;
     auto status = context_->forward_input_or_allocate_output({index}, index, input.shape(), &output);
     if (status.ok() && output->data() != input.data()) {
-      if (!whole_) plan_.placed_in_vain(param);
+      if (!whole_) plan_.placement_was_unused(param);
       gradient = describe(*output, place_);
       status = checked([&] { copy(describe(input, place_), gradient); });
     }

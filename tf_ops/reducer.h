@@ -22,7 +22,7 @@ class GradientCall final : public GradientOwner, public std::enable_shared_from_
   GradientCall(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done,
                const GradientPlan& plan, const Execution& execution, bool whole);
 
-  // Tells the plan if the execution ends before the step does. Returns false if the execution has ended already. The
+  // Notifies the plan if the execution ends before the step does. Returns false if the execution has ended already. The
   // callback may outlive this call, because other gradients of the step may never arrive.
   bool watch();
 

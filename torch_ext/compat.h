@@ -1,7 +1,8 @@
-// What differs between the versions of PyTorch that this is compiled for. The other files see one PyTorch.
+// Differences between the versions of PyTorch that this library is compiled for. The other files do not depend on the
+// version.
 //
-// Each difference is told by the feature itself, not by a version, so that an unknown newer PyTorch compiles too. Of
-// two overloads, `Preferred` chooses the first one that compiles.
+// Each difference is detected by the feature itself, not by a version, so that an unknown newer PyTorch compiles too.
+// Of two overloads, `Preferred` chooses the first one that compiles.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,7 @@ namespace smd::torch_ext::compat {
 struct Fallback {};
 struct Preferred : Fallback {};
 
-// What keeps a node of autograd: std::shared_ptr, from PyTorch 2.13 on c10::intrusive_ptr.
+// The owning pointer of a node of autograd: std::shared_ptr, from PyTorch 2.13 on c10::intrusive_ptr.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 // The type that gradients of a tensor get. Before PyTorch 2.10 it is the tensor's own.

@@ -24,7 +24,7 @@ std::size_t handle_of(const c10::Stream& stream);
 // PyTorch's allocator can track its use.
 c10::Stream communication_stream(std::int64_t group, c10::Device device);
 
-// Tells PyTorch's allocator that work queued in `stream` so far uses the memory.
+// Records in PyTorch's allocator that work queued in `stream` so far uses the memory.
 void record_use(const c10::Storage& storage, const c10::Stream& stream);
 
 // Makes a stream current for this thread until the end of the scope.
@@ -46,7 +46,7 @@ void queue(const std::vector<TensorOperation>& operations);
 // stream that uses their results must wait for them.
 //
 // The tensors' memory is held until that wait. Afterwards the waiting stream is the next to use it, so the order of
-// that stream protects it. If nothing waits, PyTorch's allocator is told of the use in the communication stream, so
+// that stream protects it. If nothing waits, the use in the communication stream is recorded in PyTorch's allocator, so
 // that it does not reuse the memory too early.
 class PendingWork {
  public:

@@ -37,7 +37,7 @@ struct NamedOptions {
   bool shared = false;
 };
 
-// The operations of one call, and what becomes of their results.
+// The operations of one call, and the destinations of their results.
 struct Group {
   std::vector<TensorOperation> operations;
   std::vector<at::Tensor> results;

@@ -15,7 +15,7 @@ namespace {
 thread_local SharedReducer placing_reducer;
 
 // PyTorch's CPU allocator, except that on a thread in backward an allocation which is predicted to become a gradient
-// gets that gradient's slot. Such a tensor is valid whatever it becomes. The slot stays taken until its last reference
+// gets that gradient's slot. Such a tensor is valid whatever it becomes. The slot is in use until its last reference
 // is gone; if another tensor becomes the gradient, that one is copied or reduced in place.
 //
 // This saves one pass over all gradients in each step, and the page faults of fresh memory (docs/performance.md).
@@ -49,7 +49,7 @@ class PlacingAllocator final : public c10::Allocator {
  private:
   static void release(void* data) {
     auto& self = instance();
-    if (!self.slots_.give_back(data)) self.release_base_(data);
+    if (!self.slots_.release(data)) self.release_base_(data);
   }
 
   c10::Allocator* base_;

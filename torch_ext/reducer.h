@@ -29,8 +29,8 @@ namespace smd::torch_ext {
 // Connects the parameters of one model with a reducer of the core: by hooks on their gradient accumulators, by a
 // callback at the end of backward, and by gradients that are views of the reducer's memory.
 //
-// With the setting `rounds`, a reduction is not tied to one backward. The caller begins and ends a round and says when
-// gradients are ready; several backwards may run before and during it.
+// With the setting `rounds`, a reduction is not tied to one backward. The caller begins and ends a round and reports
+// which gradients are ready; several backwards may run before and during it.
 //
 // No function runs Python or takes its lock, except for a communication hook written in Python (`comm_hook.h`) and
 // where PyTorch frees a tensor that Python knows.
@@ -209,7 +209,7 @@ class Reducer : public torch::CustomClassHolder {
   // Guards the members below, because a backward may use several threads.
   std::recursive_mutex mutex_;
   enum class Mode { Outside, Entered, Local, Reduced, Shadowed } mode_ = Mode::Outside;
-  // Whether the entered backward is reduced. Before that: what the last forward said, for a backward that does not
+  // Whether the entered backward is reduced. Before that: the `sync` of the last forward, for a backward that does not
   // start at an output.
   bool wants_sync_ = true;
   bool sync_ = true;

@@ -183,8 +183,8 @@ mod ffi {
     enum VoteResult {
         Planned,
         ByName,
-        Make,
-        Forget,
+        CreateReducers,
+        DropReducers,
     }
 
     /// `smd_core::reducer::Record`.
@@ -217,7 +217,7 @@ mod ffi {
         /// gradient is reduced in place.
         params: Vec<usize>,
         starts: Vec<usize>,
-        apart: Vec<bool>,
+        in_place: Vec<bool>,
         /// Number of the plan, unique in the process.
         num_buckets: usize,
     }
@@ -238,7 +238,7 @@ mod ffi {
         flat: &'a [TensorView],
         /// Empty, or the memory in which slots are reduced in a narrower type.
         wire: &'a [TensorView],
-        apart: &'a [TensorView],
+        in_place: &'a [TensorView],
         stream: usize,
     }
 
@@ -264,8 +264,8 @@ mod ffi {
         /// The members of a group, as global ranks.
         fn group_ranks(group: u64) -> Result<Vec<usize>>;
 
-        /// Runs the operation on the caller's thread and returns when this rank's part is complete; on CUDA tensors, when
-        /// it is queued into the stream that their views name.
+        /// Runs the operation on the caller's thread and returns when this rank's part is complete; on CUDA tensors,
+        /// when it is queued into the stream that their views name.
         ///
         /// # Safety
         /// The views describe memory as `smd_core::buffer::TensorView` requires, until the call returns; on CUDA
@@ -307,8 +307,8 @@ mod ffi {
         unsafe fn submit(call: &Call, done: UniquePtr<Completion>) -> Result<()>;
 
         /// As `submit`, in any order: the operation runs when every rank has submitted one under `name`
-        /// (`smd_core::negotiation::Negotiator`). `shape` is that of the caller's tensor, and is compared; `blocking` says that
-        /// this process does nothing else until `done` is called.
+        /// (`smd_core::negotiation::Negotiator`). `shape` is that of the caller's tensor, and is compared; `blocking`
+        /// says that this process does nothing else until `done` is called.
         ///
         /// # Safety
         /// As `submit`.
@@ -470,10 +470,11 @@ mod ffi {
         fn take_slot(self: &Reducer, param: usize) -> Result<Box<SlotLease>>;
         /// Starts the predictions of a backward on a thread whose allocator calls `place`.
         fn start_placement(self: &Reducer);
-        /// Returns the slot for an allocation of `bytes` bytes that is predicted to become a gradient; an empty lease if
-        /// none is predicted.
+        /// Returns the slot for an allocation of `bytes` bytes that is predicted to become a gradient; an empty lease
+        /// if none is predicted.
         fn place(self: &Reducer, bytes: usize) -> Box<SlotLease>;
-        /// Reports that the allocation of the last `place`, which returned an empty lease, lies at `ptr`. `ptr` is not read.
+        /// Reports that the allocation of the last `place`, which returned an empty lease, lies at `ptr`. `ptr` is not
+        /// read.
         unsafe fn placed_elsewhere(self: &Reducer, bytes: usize, ptr: *const u8);
         /// Notes that the gradient of a parameter was computed at `ptr`, which is not its slot; `ptr` is not read.
         unsafe fn observe(self: &Reducer, param: usize, ptr: *const u8) -> Result<()>;
@@ -573,8 +574,9 @@ mod ffi {
         /// lease if it is in a slot already, or all slots are taken. `learn` says that the operation which allocated
         /// it may get the slot the next time.
         unsafe fn take_slot(self: &GradientPlan, param: usize, ptr: *const u8, learn: bool) -> Box<SlotLease>;
-        /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was useless.
-        fn placed_in_vain(self: &GradientPlan, param: usize);
+        /// Reports that a gradient was allocated in its slot but must not be changed there, so the prediction was
+        /// useless.
+        fn placement_was_unused(self: &GradientPlan, param: usize);
         /// Submits a complete gradient, in the slot if `lease` holds it. `owner` is called when it is reduced, unless
         /// this throws.
         ///
@@ -592,11 +594,11 @@ mod ffi {
         ) -> Result<()>;
         /// Ends an execution, whether or not its gradients were reduced.
         fn ended(self: &GradientPlan, execution: &Execution);
-        /// Returns the slot for an allocation of `bytes` bytes by operation `op` that is predicted to become a gradient; an
-        /// empty lease if none is predicted.
+        /// Returns the slot for an allocation of `bytes` bytes by operation `op` that is predicted to become a
+        /// gradient; an empty lease if none is predicted.
         fn place_for_op(bytes: usize, op: usize) -> Box<SlotLease>;
-        /// Reports that the allocation of the last `place_for_op` of `op`, which returned an empty lease, lies at `ptr`.
-        /// `ptr` is not read.
+        /// Reports that the allocation of the last `place_for_op` of `op`, which returned an empty lease, lies at
+        /// `ptr`. `ptr` is not read.
         unsafe fn placed_elsewhere_for_op(bytes: usize, op: usize, ptr: *const u8);
     }
 

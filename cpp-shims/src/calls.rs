@@ -64,7 +64,7 @@ pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
         let Some(first) = calls.first() else { return Ok(()) };
         if let Some(other) = calls.iter().find(|call| call.group != first.group) {
             let (group, other) = (first.group, other.group);
-            return Err(Error::Internal(format!("operations of groups {group} and {other} were to run as one")));
+            return Err(Error::Internal(format!("a batch mixes operations of groups {group} and {other}")));
         }
         // SAFETY: the caller's promise.
         let requests = calls.iter().map(|call| unsafe { request(call, None) }).collect::<Result<Vec<_>>>()?;
@@ -416,7 +416,7 @@ fn name(collective: ffi::Collective) -> &'static str {
     }
 }
 
-/// `outputs_of` makes those that are not there yet, if somebody can.
+/// `outputs_of` allocates missing outputs, if the caller can.
 ///
 /// # Safety
 /// The views' promise holds for as long as the request is in use.
@@ -462,21 +462,23 @@ unsafe fn request(call: &ffi::Call, outputs_of: Option<&Arc<Shared>>) -> Result<
         ffi::Collective::Send => Request::Send { data: one(call, inputs)?, to: peer(call)?, tag: call.tag },
         ffi::Collective::Recv => Request::Recv { data: one(call, outputs)?, from: Some(peer(call)?), tag: call.tag },
         ffi::Collective::RecvAny => Request::Recv { data: one(call, outputs)?, from: None, tag: call.tag },
-        other => return Err(Error::Internal(format!("a shim asked for operation {}", other.repr))),
+        other => return Err(Error::Internal(format!("a shim requested operation {}", other.repr))),
     })
 }
 
 fn later(call: &ffi::Call, outputs: Option<&Arc<Shared>>) -> Result<Arc<dyn MakeOutputs>> {
     match outputs {
         Some(outputs) => Ok(outputs.clone()),
-        None => Err(Error::Internal(format!("nobody makes the outputs of `{}`", name(call.collective)))),
+        None => {
+            Err(Error::Internal(format!("`{}` needs a callback that allocates its outputs", name(call.collective))))
+        }
     }
 }
 
 fn one(call: &ffi::Call, views: Vec<TensorView>) -> Result<TensorView> {
     match views[..] {
         [view] => Ok(view),
-        _ => Err(Error::Internal(format!("`{}` came with {} tensors, not one", name(call.collective), views.len()))),
+        _ => Err(Error::Internal(format!("`{}` got {} tensors, expected one", name(call.collective), views.len()))),
     }
 }
 
@@ -606,15 +608,15 @@ mod tests {
     }
 
     #[test]
-    fn what_a_shim_must_not_ask_for_is_refused() {
+    fn invalid_requests_of_shims_are_rejected() {
         let mut values = [0.0];
         let views = [view(&mut values)];
         let report = refusal(&ffi::Call { peer: -1, ..call(ffi::Collective::Broadcast, &[], &views) });
         assert_eq!(report, "`broadcast`: rank -1 is not a rank of the group [smd:invalid_argument]");
         let report = refusal(&call(ffi::Collective::AllReduce, &[], &views));
-        assert!(report.contains("`all_reduce` came with 0 tensors, not one"), "{report}");
+        assert!(report.contains("`all_reduce` got 0 tensors, expected one"), "{report}");
         let report = refusal(&call(ffi::Collective { repr: 99 }, &[], &[]));
-        assert!(report.contains("a shim asked for operation 99"), "{report}");
+        assert!(report.contains("a shim requested operation 99"), "{report}");
     }
 
     #[test]
@@ -630,14 +632,14 @@ mod tests {
 
     #[test]
     fn a_completion_is_called_once_whatever_happens() {
-        let heard = RefCell::new(Vec::new());
-        let pending = || Pending(Some(|error: &str, source| heard.borrow_mut().push((error.to_owned(), source))));
+        let results = RefCell::new(Vec::new());
+        let pending = || Pending(Some(|error: &str, source| results.borrow_mut().push((error.to_owned(), source))));
         pending().complete(Ok(Some(4)));
         pending().complete(Err(Error::InvalidArgument("no".into())));
         drop(pending());
-        let heard = heard.into_inner();
-        assert_eq!(heard[..2], [(String::new(), 4), ("no [smd:invalid_argument]".to_owned(), -1)]);
-        assert!(heard[2].0.contains("dropped before it completed"), "{heard:?}");
-        assert_eq!(heard.len(), 3);
+        let results = results.into_inner();
+        assert_eq!(results[..2], [(String::new(), 4), ("no [smd:invalid_argument]".to_owned(), -1)]);
+        assert!(results[2].0.contains("dropped before it completed"), "{results:?}");
+        assert_eq!(results.len(), 3);
     }
 }

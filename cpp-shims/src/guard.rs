@@ -1,5 +1,5 @@
-//! What every call of C++ enters the core through (BRG-2): [`guard`], or [`guard_or`] where C++ cannot take an error. A test
-//! reads the bridge and fails on a function that begins with neither.
+//! The wrappers of every call of C++ into the core (BRG-2): [`guard`], or [`guard_or`] where C++ cannot take an error.
+//! A test reads the bridge and fails on a function that begins with neither.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -28,8 +28,8 @@ pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T, Report> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::from_panic(&*panic))).map_err(Report::from)
 }
 
-/// As [`guard`], for a function that C++ calls where nothing may be thrown, such as a destructor or an allocator. The log
-/// has a panic's message, and the caller gets `otherwise`.
+/// As [`guard`], for a function that C++ calls where nothing may be thrown, such as a destructor or an allocator. The
+/// log has a panic's message, and the caller gets `otherwise`.
 pub fn guard_or<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
     guard(|| Ok(body())).unwrap_or_else(|report| {
         tracing::error!("{report}");

@@ -39,7 +39,7 @@ impl store_rendezvous::BootstrapStore for BootstrapStore {
 }
 
 fn broken(key: &str, error: &cxx::Exception) -> Error {
-    Error::Rendezvous(format!("the store that was given cannot be used (key `{key}`): {error}"))
+    Error::Rendezvous(format!("the given store cannot be used (key `{key}`): {error}"))
 }
 
 pub fn join_all(
@@ -63,7 +63,7 @@ impl Membership {
     pub fn split(&self, ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>, Report> {
         guard(|| match self.0.split(Some(ranks), Duration::from_millis(timeout_ms))? {
             Some(made) => Ok(Box::new(Membership(made))),
-            None => Err(Error::Internal("a group was made and is not there".to_owned())),
+            None => Err(Error::Internal("a new group is missing".to_owned())),
         })
     }
 

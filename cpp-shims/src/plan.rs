@@ -91,7 +91,11 @@ impl GradientPlan {
     fn spec(&self, param: usize) -> Result<&ParamSpec> {
         let params = &self.spec.description.params;
         params.get(param).ok_or_else(|| {
-            Error::InvalidArgument(format!("plan {} has {} parameters, and none {param}", self.number, params.len()))
+            Error::InvalidArgument(format!(
+                "plan {} has {} parameters, so there is no parameter {param}",
+                self.number,
+                params.len()
+            ))
         })
     }
 
@@ -109,10 +113,10 @@ impl GradientPlan {
         })
     }
 
-    pub fn placed_in_vain(&self, param: usize) {
+    pub fn placement_was_unused(&self, param: usize) {
         guard_or((), || {
             if let (Ok(session), Ok(spec)) = (session::current("the reduction of gradients"), self.spec(param)) {
-                session.placed_in_vain(self.gradient(param), spec.bytes());
+                session.placement_was_unused(self.gradient(param), spec.bytes());
             }
         });
     }

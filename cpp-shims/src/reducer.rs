@@ -51,8 +51,8 @@ impl Ballot {
             Ok(match self.0.result()? {
                 VoteResult::Planned => ffi::VoteResult::Planned,
                 VoteResult::ByName => ffi::VoteResult::ByName,
-                VoteResult::Make => ffi::VoteResult::Make,
-                VoteResult::Forget => ffi::VoteResult::Forget,
+                VoteResult::CreateReducers => ffi::VoteResult::CreateReducers,
+                VoteResult::DropReducers => ffi::VoteResult::DropReducers,
             })
         })
     }
@@ -177,7 +177,7 @@ impl Reducer {
         if param < count {
             return Ok(param);
         }
-        Err(Error::InvalidArgument(format!("the reducer has {count} parameters, and none {param}")))
+        Err(Error::InvalidArgument(format!("the reducer has {count} parameters, so there is no parameter {param}")))
     }
 
     pub fn await_step(&self) -> Result<(), Report> {
@@ -265,7 +265,7 @@ impl Reducer {
                 wire: self.inner.options().wire_dtype(bucket.dtype).into(),
                 params: bucket.slots.iter().map(|slot| slot.param).collect(),
                 starts: bucket.slots.iter().map(|slot| (slot.offset_bytes - bucket.offset_bytes) / size).collect(),
-                apart: bucket.slots.iter().map(|slot| slot.apart).collect(),
+                in_place: bucket.slots.iter().map(|slot| slot.in_place).collect(),
                 num_buckets: plan.buckets().len(),
             })
         })
@@ -294,8 +294,8 @@ impl Reducer {
             let view = |view: &ffi::TensorView| unsafe { tensor(view) };
             let flat = bucket.flat.first().map(view).transpose()?;
             let wire = bucket.wire.first().map(view).transpose()?;
-            let apart = bucket.apart.iter().map(view).collect::<Result<Vec<_>>>()?;
-            let bucket = DeviceBucket { pieces: &pieces, flat, wire, apart: &apart, stream: bucket.stream };
+            let in_place = bucket.in_place.iter().map(view).collect::<Result<Vec<_>>>()?;
+            let bucket = DeviceBucket { pieces: &pieces, flat, wire, in_place: &in_place, stream: bucket.stream };
             // SAFETY: as above.
             unsafe { self.inner.launch(index, &bucket, communication) }
         })
@@ -357,7 +357,7 @@ impl Reducer {
 }
 
 fn no_bucket(index: usize, count: usize) -> Error {
-    Error::InvalidArgument(format!("the plan has {count} buckets, and none {index}"))
+    Error::InvalidArgument(format!("the plan has {count} buckets, so there is no bucket {index}"))
 }
 
 impl SlotLease {
@@ -417,7 +417,7 @@ mod tests {
         let reducer = new_reducer(&[], &[param], &options).expect("it can be made");
         assert_eq!(reducer.bucket(0).expect("it is there").num_buckets, 1);
         let report = reducer.bucket(1).expect_err("it is not there").to_string();
-        assert_eq!(report, "the plan has 1 buckets, and none 1 [smd:invalid_argument]");
+        assert_eq!(report, "the plan has 1 buckets, so there is no bucket 1 [smd:invalid_argument]");
         drop(reducer);
         session::shutdown();
     }

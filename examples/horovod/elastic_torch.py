@@ -3,7 +3,7 @@
     horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh python examples/horovod/elastic_torch.py
 
 where `discover.sh` prints a line such as `localhost:2` for each host. It also runs under `horovodrun -np 2`, mpirun, and torchrun,
-whose agent (`--max-restarts`) starts all workers anew after a failure: they go on from the last commit.
+whose agent (`--max-restarts`) starts all workers anew after a failure: they continue from the last commit.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def train(state):
             optimizer.step()
             state.sampler.record_batch(number, len(indices))
             if number % 5 == 4:
-                # What was done before this is not lost; and if hosts have come or gone, training goes on with others.
+                # What was done before this is not lost; and if hosts have come or gone, training continues with others.
                 state.commit()
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)

@@ -52,7 +52,7 @@ def train(epochs: int, batch_size: int, pause: float) -> dict[str, Any]:
                 state.seen = [*state.seen[:-1], [*state.seen[-1], *seen]]
                 state.sampler.record_batch(number, len(indices))
                 time.sleep(pause)
-                # What was done before this is not lost; and if nodes have come or gone, training goes on with others.
+                # What was done before this is not lost; and if nodes have come or gone, training continues with others.
                 state.commit()
             state.epoch += 1
             state.seen = [*state.seen, []]

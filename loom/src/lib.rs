@@ -48,7 +48,7 @@ use loom::sync::Arc;
 use loom::thread;
 use sync::{AtomicU32, AtomicU64, Ordering};
 
-const NAP: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct Words {
@@ -62,7 +62,7 @@ impl Words {
     }
 }
 
-/// Tries every order with at most as many switches away from a thread that could go on: all orders take minutes, and mistakes
+/// Tries every order with at most as many switches away from a thread that could continue: all orders take minutes, and mistakes
 /// show with two or three switches.
 fn bounded(switches: usize) -> loom::model::Builder {
     let mut model = loom::model::Builder::new();
@@ -79,7 +79,7 @@ fn no_wake_is_lost() {
             let words = words.clone();
             thread::spawn(move || {
                 while words.event().value() == 0 {
-                    words.event().sleep(0, NAP);
+                    words.event().sleep(0, POLL_INTERVAL);
                 }
             })
         };
@@ -113,7 +113,7 @@ fn waker_that_looks_first() {
         let own = words.clone();
         let waiter = thread::spawn(move || {
             while own.event().value() == 0 {
-                own.event().sleep(0, NAP);
+                own.event().sleep(0, POLL_INTERVAL);
             }
         });
         let has_sleepers = words.sleepers.load(Ordering::SeqCst) != 0;
@@ -147,7 +147,7 @@ fn members_that_arrive_see_what_all_wrote_before() {
             cell(me).with_mut(|value| unsafe { *value = phase });
             arrivals.arrive(phase);
             while let Err(seen) = arrivals.look(phase) {
-                arrivals.event.sleep(seen, NAP);
+                arrivals.event.sleep(seen, POLL_INTERVAL);
             }
             // SAFETY: the other member writes it before its arrival only.
             cell(1 - me).with(|value| assert_eq!(unsafe { *value }, phase));
@@ -192,7 +192,7 @@ fn frames_come_in_order_through_a_full_ring() {
                 let seen = self.doorbells[side].event().value();
                 match find() {
                     Some(slot) => return slot,
-                    None => self.doorbells[side].event().sleep(seen, NAP),
+                    None => self.doorbells[side].event().sleep(seen, POLL_INTERVAL),
                 }
             }
         }

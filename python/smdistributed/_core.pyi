@@ -146,8 +146,8 @@ def start_mpi() -> bool:
 def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
     """
     Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the
-    pipeline); `takes` are the stages whose values it used.
+    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
+    not be pipelined); `takes` are the stages whose values it used.
 
     # Errors
     `ValueError` for another kind.
@@ -262,49 +262,50 @@ def partition_from_json(name: str, text: str, partitions: int) -> dict[str, int]
     """Parses a partition file into modules and partitions; `name` is the file's name, for errors."""
 
 class ElasticHosts:
-    """The hosts that a job may use, oldest first, and those that it may not use for a while, or ever again."""
+    """The hosts of an elastic job, oldest first, and the hosts that are banned, for a time or permanently."""
 
     def __init__(self, cooldown: tuple[float, float] | None = None) -> None: ...
     def discover(self, found: Sequence[tuple[str, int]]) -> None:
-        """These hosts were found: names and slots."""
+        """Sets the names and slots of the hosts that the discovery has found."""
     def ban(self, host: str) -> None:
-        """A worker failed there."""
+        """Bans a host after a worker failed there."""
     def is_banned(self, host: str) -> bool:
         """Whether a host may not be used now."""
     def usable(self) -> list[tuple[str, int]]:
         """Names and slots of the hosts that may be used, oldest first."""
 
 class ElasticDriver:
-    """Who works where, and when a session begins. It starts nothing: it says what is to be done."""
+    """Decides which workers run on which hosts, and when a session begins. The caller executes its actions."""
 
     def __init__(
         self, hosts: ElasticHosts, first: int, least: int, most: int, resets: int | None, timeout: float
     ) -> None: ...
     def discover(self, found: Sequence[tuple[str, int]]) -> None:
-        """These hosts were found: names and slots."""
+        """Sets the names and slots of the hosts that the discovery has found."""
     def ban(self, host: str) -> None:
-        """A host is not used any more, and its workers are ended."""
+        """Bans a host; its workers are stopped."""
     def is_banned(self, host: str) -> bool:
         """Whether a host may not be used now."""
     def usable(self) -> list[tuple[str, int]]:
         """Names and slots of the hosts that may be used, oldest first."""
     def entered(self, worker: int) -> None:
-        """A worker asks for a place in the next session."""
+        """Records that a worker waits for a rank in the next session."""
     def ended(self, worker: int, failure: str | None = None) -> None:
-        """A worker has ended: well, or as `failure` says."""
+        """Records that a worker has ended: successfully, or with `failure`."""
     def stop_all(self, why: str) -> None:
-        """The job is to end, for this reason."""
+        """Ends the job for the reason `why`."""
     def tick(self) -> float | None:
-        """Lets time pass; returns after how many seconds to call again, at the latest, if ever."""
+        """Processes timeouts; returns the seconds until the next call is due, or `None`."""
     def take_actions(self) -> list[tuple[str, list[int], tuple[str, int] | None, int, str]]:
-        """What is to be done since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1
-        for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (by rank), `notify` and `say`."""
+        """Returns the actions since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1
+        for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (workers in the order of
+        their ranks), `notify` and `say`."""
     def outcome(self) -> tuple[bool, str] | None:
-        """Once the job has ended and no worker is left: whether it is done, and else why not."""
+        """Returns `None` until all workers have ended; then whether the job succeeded, and the reason if not."""
 
 class StepOperations:
-    """The operations of a step, in an order in which they can be computed, and the variables that they take: of each its shape as
-    text, its bytes, and whether it binds a layer to a partition."""
+    """The operations of a step in topological order, and the variables that they use: for each variable its shape as text, its
+    bytes, and whether it binds a layer to a partition."""
 
     def __init__(self, operations: Sequence[object], variables: Sequence[tuple[str, int, bool]]) -> None: ...
     def divide(
@@ -316,23 +317,23 @@ class StepOperations:
         active_microbatches: int | None,
         schedule: str,
     ) -> tuple[list[int | None], str]:
-        """Divides layers, given their paths in the order of their first calls: the partition of each that has variables, and a
-        table."""
+        """Partitions layers, given their paths in the order of their first calls. Returns the partition of each layer that has
+        variables, and a table."""
 
     def place(
         self, layers: Sequence[int | None], default: int | None, variables: Sequence[int | None]
     ) -> StepPlacement:
-        """Gives every operation its place, by the partitions of layers, of what the script says nothing of if it decides
-        (`default`), and of variables."""
+        """Places every operation, by the partitions of layers and variables; `default` is the partition of operations that a
+        script with manual partitions does not assign."""
 
 class StepPlacement:
-    """Where each operation of a step is computed."""
+    """The partition on which each operation of a step runs."""
 
     def variables(self) -> list[int | None]:
-        """Partitions of the variables; without one, every rank has its own."""
+        """Partitions of the variables; `None` for a variable that every rank holds."""
 
     def free(self) -> list[int]:
-        """Numbers of the operations that are computed wherever they are needed."""
+        """Numbers of the operations that each rank computes for itself."""
 
     def cut(
         self,
@@ -361,9 +362,10 @@ class StepPlacement:
         list[tuple[int, tuple[int, list[int]]]],
         list[str],
     ]:
-        """Cuts the step for `rank`: its segments in an order in which they can be computed, its order of the anchored ones (segment
-        and microbatch), results that pass between ranks, which of them anchored segments make and in which order (number and
-        microbatch), segments whose effects others are told of, and a line for everything that must be the same on all ranks."""
+        """Cuts the step for `rank`. Returns its segments in topological order, the order of the anchored ones (segment and
+        microbatch), results that pass between ranks, those that anchored segments compute with their order (number and
+        microbatch), segments whose effects are signalled to other ranks, and a line for everything that must be equal on all
+        ranks."""
 
 class ParallelTopology:
     """The pipeline, tensor and data parallel coordinates of all ranks of a job."""
@@ -378,7 +380,7 @@ class ParallelTopology:
             placement: ``"cluster"``, ``"spread"``, or the letters D, P and T in the order in which ranks are counted: the last one varies fastest.
 
         Raises:
-            ConfigError: ``size`` is no multiple of ``pp * tp``, or the placement is unknown.
+            ConfigError: ``size`` is not a multiple of ``pp * tp``, or the placement is unknown.
         """
 
     @property
@@ -411,15 +413,15 @@ class LossScale:
 
         Args:
             scale: The first scale.
-            dynamic: Whether it changes; the other arguments say how.
+            dynamic: Whether the scale is adapted, by the other arguments.
             scale_factor: Factor of growth, and divisor after an overflow.
             scale_window: Steps without an overflow before it grows.
             min_scale: The smallest scale.
-            delayed_shift: Overflows until it shrinks.
-            consecutive_hysteresis: Whether a step without an overflow renews that tolerance, not only a growth.
+            delayed_shift: Number of overflows at which the scale shrinks; the count restarts when the scale grows.
+            consecutive_hysteresis: Whether that count also restarts after a step without an overflow.
 
         Raises:
-            InvalidArgumentError: A value makes no sense.
+            InvalidArgumentError: A value is invalid.
         """
 
     @property
@@ -430,7 +432,7 @@ class LossScale:
         """Ends a step; ``overflow`` says whether any rank found a gradient that is not finite."""
 
     def state(self) -> tuple[float, int, int]:
-        """What a checkpoint keeps: the scale, steps since the last change, and overflows until the next one."""
+        """The state for a checkpoint: the scale, the steps since its last change, and the overflows until it shrinks."""
 
     def restore(self, scale: float, clean_steps: int, tolerance: int) -> None:
         """Continues from a checkpoint."""
@@ -453,7 +455,7 @@ def sharding_groups(members: Sequence[int], degree: int) -> tuple[list[list[int]
     """
 
 class PipelineLayout:
-    """The stages of a microbatch: tasks that one rank does without waiting for another."""
+    """The stages of a microbatch: groups of tasks that one rank runs without waiting for another."""
 
     def __init__(self) -> None: ...
     def extend(
@@ -471,17 +473,18 @@ class PipelineLayout:
         ],
         early: bool,
     ) -> list[int]:
-        """Adds tasks, which come after all that are there: of each its rank and level, the values that it takes, earlier tasks that it
-        follows without taking their values, bytes and need of a gradient of those that it makes, its prices, and the bytes that it keeps for the first part of its backward and from there for the second. Returns the numbers of their stages."""
+        """Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it follows without
+        using their values, for its outputs the bytes and whether they require gradients, its costs, and the bytes that it
+        keeps for the first and for the second part of its backward. Returns the numbers of their stages."""
 
     def adopt(self, task: int, makes: Sequence[tuple[int, bool]]) -> int:
-        """The values of a task that was added before anybody knew them; returns its stage."""
+        """Sets the outputs of a task that was added before they were known; returns its stage."""
 
     def finish(self, seeds: Sequence[int], returned: Sequence[int]) -> None:
-        """Says at which values backwards begin, and which are returned."""
+        """Sets the backward roots, and the values that are returned."""
 
     def stage_of(self, value: int) -> int:
-        """The stage that makes a value."""
+        """The stage that computes a value."""
 
     def stages(
         self,
@@ -498,8 +501,8 @@ class PipelineLayout:
             bool,
         ]
     ]:
-        """Of every stage its rank, tasks, values that it takes and gives and gradients that come back to it (each by the other stage),
-        values that it exports, values at which backwards begin, whether it runs early, and whether it has a backward."""
+        """For every stage: its rank, tasks, inputs, outputs and gradients that it receives (each by the other stage), values that
+        it returns, backward roots, whether it runs early, and whether it has a backward."""
 
     def plan(
         self,
@@ -510,11 +513,11 @@ class PipelineLayout:
         active_microbatches: int | None,
         memory_bytes: int | None,
     ) -> list[tuple[str, int, int, int | None]]:
-        """What `rank` of a pipeline does, in its order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and,
-        of a transfer, the stage at its other end. All ranks pass the same arguments and get parts of one program."""
+        """Returns the actions of `rank` in order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage, microbatch and, for a
+        transfer, the stage at the other end. All ranks pass the same other arguments and get their parts of one program."""
 
 class CheckpointSaver:
-    """One rank's part in saving checkpoints; one save is under way at a time."""
+    """Saves this rank's part of checkpoints; one save runs at a time."""
 
     def __init__(
         self,
@@ -528,7 +531,7 @@ class CheckpointSaver:
         exchange: bool = True,
     ) -> None: ...
     def open(self, tag: str, attempt: int) -> None:
-        """Begins a save: a rank that cannot save the checkpoint learns it here. Rank 0 comes first."""
+        """Begins a save; raises if this rank cannot save the checkpoint. Rank 0 calls it before the others."""
 
     def save(
         self,
@@ -542,22 +545,22 @@ class CheckpointSaver:
         owner: object = None,
     ) -> None:
         """
-        Saves; `layout` and `content` are JSON. Places are name, element type, shape of the whole tensor, start and shape of
-        the slice, address, and whether `owner` holds the memory: that stays as it is while `owner` lives, and all other memory until the call
-        returns.
+        Saves; `layout` and `content` are JSON. Each place is a name, element type, shape of the whole tensor, start and shape of
+        the slice, address, and whether `owner` holds the memory. Memory that `owner` holds must not change while `owner` lives,
+        and other memory not until the call returns.
         """
 
     def wait(self) -> None:
-        """Waits for the save under way."""
+        """Waits for the running save."""
 
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
 
     def discard(self) -> None:
-        """Takes away the files of the attempt that was begun last, of which all ranks know that it has failed."""
+        """Removes the files of the last attempt, after all ranks know that it has failed."""
 
 class CheckpointAttempt:
-    """One rank's part in an attempt to save a checkpoint whose files the caller writes."""
+    """An attempt to save a checkpoint whose files the caller writes; each rank creates it."""
 
     def __init__(
         self,
@@ -572,22 +575,22 @@ class CheckpointAttempt:
     ) -> None: ...
     @property
     def folder(self) -> str:
-        """The folder that files are written into."""
+        """The folder for the files."""
 
     def report(self, names: Sequence[str]) -> None:
         """Tells rank 0 which files this rank has written."""
 
     def commit(self, keep: int | None = None) -> None:
-        """Rank 0, when all have reported: gives the checkpoint its name; of its kind, `keep` stay."""
+        """Completes the checkpoint when all ranks have reported, and keeps the newest `keep` of its kind; called by rank 0."""
 
     def leave(self) -> None:
         """Ends an attempt that is complete."""
 
     def discard(self) -> None:
-        """Ends an attempt of which all ranks know that it has failed: rank 0 takes its files away."""
+        """Ends an attempt after all ranks know that it has failed: rank 0 removes its files."""
 
 class CheckpointReader:
-    """A complete checkpoint: that of a name, or the newest sharded one."""
+    """A complete checkpoint: the one named `tag`, or the newest sharded one."""
 
     def __init__(self, directory: str, tag: str | None = None) -> None: ...
     @property
@@ -596,11 +599,11 @@ class CheckpointReader:
 
     @property
     def kind(self) -> str:
-        """What it consists of: `sharded` or `partial`."""
+        """Its kind: `sharded` or `partial`."""
 
     @property
     def folder(self) -> str:
-        """Where its files are."""
+        """The folder of its files."""
 
     @property
     def step(self) -> int:
@@ -612,16 +615,16 @@ class CheckpointReader:
 
     @property
     def content(self) -> str:
-        """What was saved beside tensors, as JSON."""
+        """The content that was saved in addition to tensors, as JSON."""
 
     def tensors(self) -> list[tuple[str, str, list[int]]]:
         """Name, element type and shape of every tensor."""
 
     def read(self, targets: Sequence[tuple[str, Sequence[int], Sequence[int], int, int]], threads: int) -> None:
-        """Fills slices: name, start, shape, address and bytes of each."""
+        """Reads slices into memory; each target is a name, start, shape, address and size in bytes."""
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Compares files without tensors of the core's with their checksums."""
+        """Verifies files that the caller wrote against their checksums."""
 
     def verify(self, threads: int) -> None:
         """Reads everything and compares all checksums."""

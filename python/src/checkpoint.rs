@@ -57,7 +57,7 @@ impl CheckpointSaver {
 
     /// Opens a save, so that a rank that cannot save the checkpoint fails here. Rank 0 comes first.
     fn open(&self, py: Python<'_>, tag: &str, attempt: u64) -> PyResult<()> {
-        enter(py, || self.saver.open(tag, attempt, &mut look))
+        enter(py, || self.saver.open(tag, attempt, &mut check_departures))
     }
 
     /// Saves; `layout` and `content` are JSON. The memory at the slices' addresses must not change until the call
@@ -82,13 +82,13 @@ impl CheckpointSaver {
             let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
             let job = RankSave { sources, owner };
             // SAFETY: the Python package keeps the tensors, and changes them only after this returns.
-            unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut look) }
+            unsafe { self.saver.save(tag, step, attempt, layout, content, job, asynchronous, &mut check_departures) }
         })
     }
 
     /// Waits for the save in progress.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        enter(py, || self.saver.wait(&mut look))
+        enter(py, || self.saver.wait(&mut check_departures))
     }
 
     /// Whether a save is in progress.
@@ -147,7 +147,7 @@ impl CheckpointAttempt {
                 .map_err(|error| Error::InvalidArgument(format!("the timeout: {error}")))?;
             let kind = kind_named(kind)?;
             let setting = SaveSpec { directory, tag, kind, number, rank, world, durable, exchange: true };
-            let attempt = SaveAttempt::open(setting, timeout, &mut look)?;
+            let attempt = SaveAttempt::open(setting, timeout, &mut check_departures)?;
             Ok(Self { folder: attempt.data(), attempt: Mutex::new(Some(attempt)) })
         })
     }
@@ -321,8 +321,8 @@ fn checkpoint_verify_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     enter(py, || checkpoint::verify_file(&path))
 }
 
-/// Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all rows,
-/// the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
+/// Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all
+/// rows, the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
 /// scalar), the size in bytes, and whether all replicas hold the tensor.
 #[pyfunction]
 fn checkpoint_shares(tensors: Vec<(Option<u64>, u64, bool)>, replica: usize, replicas: usize) -> Vec<ShareRow> {
@@ -339,7 +339,7 @@ fn checkpoint_check_tag(py: Python<'_>, tag: &str) -> PyResult<()> {
 }
 
 fn kind_named(name: &str) -> Result<CheckpointKind> {
-    CheckpointKind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of checkpoint")))
+    CheckpointKind::named(name).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is not a kind of checkpoint")))
 }
 
 fn json(what: &str, text: &str) -> Result<serde_json::Value> {
@@ -348,13 +348,15 @@ fn json(what: &str, text: &str) -> Result<serde_json::Value> {
 
 fn source((name, dtype, shape, start, lengths, address, held): SourceRow) -> Result<SourceSlice> {
     let Some(dtype) = StoredDType::named(&dtype) else {
-        return Err(Error::InvalidArgument(format!("tensor `{name}`: `{dtype}` is no element type of a checkpoint")));
+        return Err(Error::InvalidArgument(format!(
+            "tensor `{name}`: `{dtype}` is not an element type of a checkpoint"
+        )));
     };
     Ok(SourceSlice { name, dtype, shape, slice: Slice { start, shape: lengths }, address: address as *const u8, held })
 }
 
 /// Checks during a wait for other ranks whether one of them has departed, or a signal has arrived.
-fn look() -> Result<()> {
+fn check_departures() -> Result<()> {
     if monitor::interrupt_pending() {
         return Err(Error::Interrupted { during: DURING.to_owned() });
     }

@@ -24,8 +24,8 @@ pub fn untrusted(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
 #[pyfunction]
 pub fn setting(py: Python<'_>, name: &str) -> PyResult<String> {
     enter(py, || {
-        let knob = config::ALL.iter().find(|knob| knob.name == name);
-        let knob = knob.ok_or_else(|| Error::InvalidArgument(format!("there is no setting `{name}`")))?;
-        Ok(knob.text().unwrap_or_else(|| knob.default.to_owned()))
+        let setting = config::ALL.iter().find(|setting| setting.name == name);
+        let setting = setting.ok_or_else(|| Error::InvalidArgument(format!("there is no setting `{name}`")))?;
+        Ok(setting.text().unwrap_or_else(|| setting.default.to_owned()))
     })
 }

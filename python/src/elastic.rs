@@ -11,8 +11,9 @@ use smd_core::launch::elastic::{
 type WorkerActionRow = (&'static str, Vec<WorkerId>, Option<(String, usize)>, u8, String);
 
 fn seconds(number: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(number)
-        .map_err(|error| pyo3::exceptions::PyValueError::new_err(format!("{number} is no number of seconds: {error}")))
+    Duration::try_from_secs_f64(number).map_err(|error| {
+        pyo3::exceptions::PyValueError::new_err(format!("{number} is not a number of seconds: {error}"))
+    })
 }
 
 /// The hosts that a job may use, oldest first, and banned hosts.
@@ -130,9 +131,9 @@ impl ElasticDriver {
             }
             WorkerAction::Stop { worker } => plain("stop", vec![worker]),
             WorkerAction::Remove { worker } => plain("remove", vec![worker]),
-            WorkerAction::Seat { workers } => plain("seat", workers),
+            WorkerAction::AssignRanks { workers } => plain("seat", workers),
             WorkerAction::Notify { kinds } => ("notify", Vec::new(), None, kinds, String::new()),
-            WorkerAction::Say(text) => ("say", Vec::new(), None, 0, text),
+            WorkerAction::Log(text) => ("say", Vec::new(), None, 0, text),
         });
         rows.collect()
     }

@@ -22,11 +22,11 @@ use smd_core::{Error, Result};
 use crate::error::to_python;
 
 /// Shortest time between two checks for signals, because each takes the GIL.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 thread_local! {
     static IS_MAIN: bool = rustix::thread::gettid() == rustix::process::getpid();
-    static LAST_LOOK: Cell<Option<Instant>> = const { Cell::new(None) };
+    static LAST_SIGNAL_CHECK: Cell<Option<Instant>> = const { Cell::new(None) };
     /// The exception of a signal handler during a wait of this thread.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
     /// Whether the interpreter will raise it (ENT-3).
@@ -35,7 +35,7 @@ thread_local! {
 
 /// Installs the hooks with which Python's signals end waits of the core.
 pub fn install() {
-    monitor::set_interrupt_hooks(InterruptHooks { pending: look_for_signals, raise_later });
+    monitor::set_interrupt_hooks(InterruptHooks { pending: check_signals, raise_later });
 }
 
 /// Runs `body`, which may wait, without the GIL.
@@ -53,7 +53,7 @@ pub fn take_raised() -> Option<PyErr> {
     RAISED.with_borrow_mut(Option::take)
 }
 
-fn look_for_signals() -> bool {
+fn check_signals() -> bool {
     if !IS_MAIN.with(|&is_main| is_main) {
         return false;
     }
@@ -62,11 +62,11 @@ fn look_for_signals() -> bool {
         return true;
     }
     let now = Instant::now();
-    if LAST_LOOK.get().is_some_and(|last| now - last < LOOK_EVERY) {
+    if LAST_SIGNAL_CHECK.get().is_some_and(|last| now - last < SIGNAL_CHECK_INTERVAL) {
         return false;
     }
-    LAST_LOOK.set(Some(now));
-    // The interpreter is shutting down and cannot be asked.
+    LAST_SIGNAL_CHECK.set(Some(now));
+    // The interpreter is shutting down and cannot be called.
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
     RAISED.set(Some(raised));
     true

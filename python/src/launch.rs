@@ -46,5 +46,5 @@ pub fn check_parameter_rules(py: Python<'_>, text: &str) -> PyResult<()> {
 }
 
 fn dictionary(text: &str) -> smd_core::Result<Map<String, Value>> {
-    serde_json::from_str(text).map_err(|error| Error::Config(format!("this is no dictionary in JSON: {error}")))
+    serde_json::from_str(text).map_err(|error| Error::Config(format!("this is not a JSON dictionary: {error}")))
 }

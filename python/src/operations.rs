@@ -45,23 +45,23 @@ fn operation(row: Row) -> Result<Operation> {
     let role = match row.role.as_str() {
         "constant" => OperationRole::Constant,
         "input" => OperationRole::Input,
-        "hands_out" => OperationRole::HandsOut,
+        "hands_out" => OperationRole::ModelResult,
         "computes" => OperationRole::Computes,
-        other => return Err(Error::InvalidArgument(format!("`{other}` is no role of an operation"))),
+        other => return Err(Error::InvalidArgument(format!("`{other}` is not a role of an operation"))),
     };
     Ok(Operation {
         name: row.name,
         kind: row.kind,
         role,
-        takes: row.takes.into_iter().map(output).collect(),
+        inputs: row.takes.into_iter().map(output).collect(),
         waits: row.waits,
-        makes: row.makes.into_iter().map(|(text, bytes, stays)| ResultSpec { text, bytes, stays }).collect(),
+        outputs: row.makes.into_iter().map(|(text, bytes, stays)| ResultSpec { text, bytes, stays }).collect(),
         variables: row.variables,
         inside: row.inside,
         layer: row.layer,
-        asked: row.asked,
+        requested: row.asked,
         gradient_of: row.gradient_of,
-        made: row.made,
+        created: row.made,
         has_effect: row.has_effect,
         assigns: row.assigns,
         flops: row.flops,
@@ -94,7 +94,7 @@ impl StepOperations {
         })
     }
 
-    /// Divides layers, whose paths are in the order of their first calls: returns the partition of each layer with
+    /// Partitions layers, whose paths are in the order of their first calls: returns the partition of each layer with
     /// variables, and a table.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn divide(
@@ -109,12 +109,12 @@ impl StepOperations {
     ) -> PyResult<(Vec<Option<u32>>, String)> {
         enter(py, || {
             let schedule = schedule.parse()?;
-            let wish = PartitionRequest { partitions, memory_weight, microbatches, active_microbatches, schedule };
-            partition::divide_layers(&self.operations, &layers, wish)
+            let request = PartitionRequest { partitions, memory_weight, microbatches, active_microbatches, schedule };
+            partition::partition_layers(&self.operations, &layers, request)
         })
     }
 
-    /// Assigns every operation to a place, given the partitions of layers and of variables. If the script places
+    /// Assigns every operation to a place, given the partitions of layers and of variables. If the script assigns
     /// every operation, `default` is the partition of those for which it requests none.
     fn place(
         slf: Py<Self>,

@@ -13,11 +13,11 @@ use smd_core::{Error, Result};
 use crate::enter::enter;
 
 /// A value that a task computes: its bytes, and whether it requires a gradient.
-type MadeRow = (u64, bool);
-/// A task: its rank and level; its inputs, the tasks that it follows and its outputs; the costs of its forward, its gradients of inputs and its
-/// gradients of weights; and the bytes that it keeps from the forward to the gradients of inputs, and from there to
-/// those of weights.
-type TaskRow = (usize, usize, Vec<usize>, Vec<usize>, Vec<MadeRow>, (u64, u64, u64), (u64, u64));
+type ProducedRow = (u64, bool);
+/// A task: its rank and level; its inputs, the tasks that it follows and its outputs; the costs of its forward, its
+/// gradients of inputs and its gradients of weights; and the bytes that it keeps from the forward to the gradients of
+/// inputs, and from there to those of weights.
+type TaskRow = (usize, usize, Vec<usize>, Vec<usize>, Vec<ProducedRow>, (u64, u64, u64), (u64, u64));
 /// A stage's attributes in the order of `modelparallel.torch.runtime.stage_graph.Stage`.
 type Edges = BTreeMap<usize, Vec<usize>>;
 type StageRow = (usize, Vec<usize>, Edges, Edges, Edges, Vec<usize>, Vec<usize>, bool, bool);
@@ -37,17 +37,18 @@ impl PipelineLayout {
         Self { layout: StageGraph::new() }
     }
 
-    /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it
-    /// follows without using their values, for its outputs the bytes and whether they require gradients, its costs, and the bytes that it keeps. Returns the numbers of their stages.
+    /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it follows
+    /// without using their values, for its outputs the bytes and whether they require gradients, its costs, and the
+    /// bytes that it keeps. Returns the numbers of their stages.
     fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
         let tasks = tasks.into_iter().map(task).collect();
         enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))
     }
 
     /// Sets the outputs of a task that was added before they were known; returns its stage.
-    fn adopt(&mut self, py: Python<'_>, task: usize, makes: Vec<MadeRow>) -> PyResult<usize> {
-        let makes = makes.into_iter().map(made).collect();
-        enter(py, || self.layout.adopt(task, makes))
+    fn adopt(&mut self, py: Python<'_>, task: usize, makes: Vec<ProducedRow>) -> PyResult<usize> {
+        let outputs = makes.into_iter().map(produced).collect();
+        enter(py, || self.layout.adopt(task, outputs))
     }
 
     /// Sets the backward roots, and the values that are returned.
@@ -64,12 +65,12 @@ impl PipelineLayout {
     /// values that it returns, backward roots, whether it runs early, and whether it has a backward.
     fn stages(&self) -> Vec<StageRow> {
         let row = |(number, stage): (usize, &Section)| {
-            let returning = stage.gives.keys().map(|&taker| (taker, self.layout.gradients(number, taker)));
+            let returning = stage.outputs.keys().map(|&consumer| (consumer, self.layout.gradients(number, consumer)));
             (
                 stage.rank,
                 stage.tasks.clone(),
-                stage.takes.clone(),
-                stage.gives.clone(),
+                stage.inputs.clone(),
+                stage.outputs.clone(),
                 returning.collect(),
                 stage.exports.clone(),
                 stage.seeds.clone(),
@@ -110,12 +111,14 @@ fn planned(graph: &Graph, rank: usize, schedule: &str, bounds: Bounds) -> Result
     Ok(own.iter().map(|action| (action.kind.to_string(), action.stage, action.microbatch, action.peer)).collect())
 }
 
-fn task((rank, level, takes, follows, makes, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow) -> Task {
-    let makes = makes.into_iter().map(made).collect();
-    Task { rank, level, takes, follows, makes, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
+fn task(
+    (rank, level, inputs, follows, outputs, (forward, input, weight), (kept_bytes, waiting_bytes)): TaskRow,
+) -> Task {
+    let outputs = outputs.into_iter().map(produced).collect();
+    Task { rank, level, inputs, follows, outputs, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }
 
-fn made((bytes, wants_gradient): MadeRow) -> ProducedTensor {
+fn produced((bytes, wants_gradient): ProducedRow) -> ProducedTensor {
     ProducedTensor { bytes, wants_gradient }
 }
 
@@ -126,8 +129,8 @@ pub fn timeline_now() -> u64 {
 }
 
 /// Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
-/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that left the
-/// pipeline); `takes` are the stages whose values it used.
+/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
+/// not be pipelined); `takes` are the stages whose values it used.
 ///
 /// # Errors
 /// `ValueError` for another kind.
@@ -151,11 +154,11 @@ pub fn timeline_stage(
     const KINDS: [&str; 8] = ["forward", "backward", "input", "weight", "send", "receive", "wait", trace::SYNCHRONOUS];
     enter(py, || {
         let name = KINDS.into_iter().find(|name| *name == kind);
-        let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is nothing that a pipeline does")))?;
+        let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is not an action of a pipeline")))?;
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
         for from in takes {
             // Follows its forward, with the same start: `smdrun report` treats both as one.
-            trace::complete(trace::TAKES, Track::Stage(stage), start, start, Some((trace::TAKES_FROM, from)));
+            trace::complete(trace::STAGE_INPUT, Track::Stage(stage), start, start, Some((trace::INPUT_STAGE, from)));
         }
         Ok(())
     })

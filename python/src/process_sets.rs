@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-use crate::session::{ask, with};
+use crate::session::{query_place, with};
 use smd_core::session::place::World;
 
 /// Creates the world from these ranks of the job, or from all; does nothing if there is one.
@@ -19,7 +19,7 @@ type RankAndSize = (usize, usize);
 /// hosts have equally many ranks.
 #[pyfunction]
 fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSize, bool)> {
-    ask(py, "rank", |place| {
+    query_place(py, "rank", |place| {
         let place = World::of(place, "rank")?.place;
         Ok((place.world, place.local, place.cross, place.is_homogeneous))
     })
@@ -28,7 +28,7 @@ fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSiz
 /// The ranks of the world, as ranks of the job.
 #[pyfunction]
 fn world_ranks(py: Python<'_>) -> PyResult<Vec<usize>> {
-    ask(py, "size", |place| Ok(World::of(place, "size")?.ranks))
+    query_place(py, "size", |place| Ok(World::of(place, "size")?.ranks))
 }
 
 /// Creates or finds a process set for each list; returns their ids. Collective.
@@ -52,7 +52,7 @@ fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
 /// Ids of all process sets, and their ranks.
 #[pyfunction]
 fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
-    ask(py, "process_sets", |place| Ok(World::of(place, "process_sets")?.sets))
+    query_place(py, "process_sets", |place| Ok(World::of(place, "process_sets")?.sets))
 }
 
 /// Adds this file's functions.

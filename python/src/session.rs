@@ -26,7 +26,7 @@ pub(crate) fn with<T: Send>(
 }
 
 /// Returns this process's place in the job, which a forked child has, too.
-pub(crate) fn ask<T: Send>(
+pub(crate) fn query_place<T: Send>(
     py: Python<'_>,
     call: &'static str,
     answer: impl FnOnce(Place) -> smd_core::Result<T> + Send,
@@ -74,25 +74,25 @@ fn is_initialized() -> bool {
 /// Global rank.
 #[pyfunction]
 fn rank(py: Python<'_>) -> PyResult<usize> {
-    ask(py, "rank", |place| Ok(place.rank))
+    query_place(py, "rank", |place| Ok(place.rank))
 }
 
 /// Number of processes of the job.
 #[pyfunction]
 fn size(py: Python<'_>) -> PyResult<usize> {
-    ask(py, "size", |place| Ok(place.size))
+    query_place(py, "size", |place| Ok(place.size))
 }
 
 /// Rank on this host.
 #[pyfunction]
 fn local_rank(py: Python<'_>) -> PyResult<usize> {
-    ask(py, "local_rank", |place| Ok(place.local_rank))
+    query_place(py, "local_rank", |place| Ok(place.local_rank))
 }
 
 /// Number of processes on this host.
 #[pyfunction]
 fn local_size(py: Python<'_>) -> PyResult<usize> {
-    ask(py, "local_size", |place| Ok(place.local_size))
+    query_place(py, "local_size", |place| Ok(place.local_size))
 }
 
 /// A number that is equal on all ranks and new for each `init()`.
@@ -140,7 +140,7 @@ fn barrier(py: Python<'_>, group: u64) -> PyResult<()> {
     with(py, "barrier", |session| session.communicator(group)?.run(&Request::Barrier))
 }
 
-/// Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
+/// Reports to the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
 /// session.
 #[pyfunction]
 fn report_failure(py: Python<'_>, message: &str) -> PyResult<()> {
@@ -230,8 +230,8 @@ fn tell_replica(
     remedy: String,
     is_final: bool,
 ) -> PyResult<()> {
-    let told = replicas::ReplicaChecksum { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
-    with(py, "tell_replica", |session| session.tell_replica(&told))
+    let replica = replicas::ReplicaChecksum { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
+    with(py, "tell_replica", |session| session.tell_replica(&replica))
 }
 
 /// Notes that variables are broadcast, so ranks train from equal values.
@@ -252,8 +252,8 @@ fn begin_step(py: Python<'_>, name: &str) -> PyResult<()> {
     })
 }
 
-/// Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
-/// whether any thread may call MPI.
+/// Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it.
+/// Returns whether any thread may call MPI.
 #[pyfunction]
 fn start_mpi(py: Python<'_>) -> PyResult<bool> {
     with(py, "start_mpi", |session| session.start_mpi(Instant::now() + config::INIT_TIMEOUT_SECONDS.seconds()?))

@@ -17,7 +17,7 @@ const KINDS: [(&str, GroupKind); 5] = [
 
 fn kind_named(name: &str) -> Result<GroupKind> {
     let found = KINDS.iter().find(|(known, _)| *known == name);
-    found.map(|(_, kind)| *kind).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is no kind of group")))
+    found.map(|(_, kind)| *kind).ok_or_else(|| Error::InvalidArgument(format!("`{name}` is not a kind of group")))
 }
 
 /// The pipeline, tensor and data parallel coordinates of all ranks.

@@ -1,9 +1,9 @@
 //! One rank of the comparison in `benches/collectives`: times collectives over ordinary memory.
 //!
-//! Arguments: `COLLECTIVE:BYTES:REPEATS:CALLS ..`. For each, the ranks meet, make that many calls in a row, and do so
-//! that many times; rank 0 prints `COLLECTIVE BYTES SECONDS ..`: the time of one call on the slowest rank, for each
-//! repeat. `all_gather` is `BYTES` from each rank. `window` is an all-reduce of values that lie in a window. `memory`
-//! is no collective: each rank adds one to every value, which reads and writes each byte once.
+//! Arguments: `COLLECTIVE:BYTES:REPEATS:CALLS ..`. For each, the ranks call a barrier, make that many calls in a row,
+//! and do so that many times; rank 0 prints `COLLECTIVE BYTES SECONDS ..`: the time of one call on the slowest rank,
+//! for each repeat. `all_gather` is `BYTES` from each rank. `window` is an all-reduce of values that lie in a window.
+//! `memory` is not a collective: each rank adds one to every value, which reads and writes each byte once.
 
 use std::time::{Duration, Instant};
 
@@ -75,7 +75,7 @@ fn measure(world: &Communicator, name: &str, bytes: usize, repeats: usize, calls
         }
         "barrier" => Some(Request::Barrier),
         "memory" => None,
-        other => panic!("`{other}` of rank {me} is no collective"),
+        other => panic!("`{other}` of rank {me} is not a collective"),
     };
     let mut times = Vec::new();
     // The first repeat warms up: caches, page tables, and the memory that ranks share.

@@ -205,7 +205,7 @@ impl TensorView {
     /// The bytes, to read.
     ///
     /// # Safety
-    /// The view is on the CPU, its promise still holds, and nobody writes the bytes while the slice lives.
+    /// The view is on the CPU, its promise still holds, and no code writes the bytes while the slice lives.
     pub unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
         if self.elems == 0 {
             return &[];
@@ -217,7 +217,7 @@ impl TensorView {
     /// The bytes, to write.
     ///
     /// # Safety
-    /// The view is on the CPU, its promise still holds, and nobody else reads or writes the bytes while the slice
+    /// The view is on the CPU, its promise still holds, and no other code reads or writes the bytes while the slice
     /// lives.
     pub unsafe fn as_bytes_mut<'a>(&self) -> &'a mut [u8] {
         if self.elems == 0 {

@@ -36,11 +36,11 @@ pub fn folder(name: &str) -> Result<CacheFolder> {
     let configured = in_home(&text, std::env::home_dir()).map(|folder| folder.join(name));
     let user = rustix::process::geteuid().as_raw();
     let temporary = std::env::temp_dir().join(format!("opensmd-{user}"));
-    choose(configured, temporary.join(name), speaks())
+    choose(configured, temporary.join(name), logs_for_host())
 }
 
 /// `configured` is `None` if the user has no home folder.
-fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Result<CacheFolder> {
+fn choose(configured: Option<PathBuf>, temporary: PathBuf, logs_for_host: bool) -> Result<CacheFolder> {
     let why = match &configured {
         None => "this user has no home folder".to_owned(),
         Some(folder) => match unusable(folder) {
@@ -60,14 +60,14 @@ fn choose(configured: Option<PathBuf>, temporary: PathBuf, speaks: bool) -> Resu
          folder that only you can write to",
         temporary.display(),
     );
-    Ok(CacheFolder { path: temporary, warning: speaks.then_some(warning) })
+    Ok(CacheFolder { path: temporary, warning: logs_for_host.then_some(warning) })
 }
 
 /// Returns why libraries cannot be built in and loaded from `folder`, which is created if necessary.
 fn unusable(folder: &Path) -> Option<String> {
     let shown = folder.display();
     if let Err(error) = make(folder) {
-        return Some(format!("`{shown}` cannot be made: {error}"));
+        return Some(format!("`{shown}` cannot be created: {error}"));
     }
     if let Some(why) = untrusted(folder) {
         return Some(why);
@@ -77,12 +77,12 @@ fn unusable(folder: &Path) -> Option<String> {
             Some(format!("`{shown}` is on a file system from which no library is loaded (it is mounted `noexec`)"))
         }
         Ok(_) => None,
-        Err(error) => Some(format!("`{shown}` cannot be looked at: {error}")),
+        Err(error) => Some(format!("`{shown}` cannot be inspected: {error}")),
     }
 }
 
 /// Whether this process logs on behalf of all processes of its host.
-fn speaks() -> bool {
+fn logs_for_host() -> bool {
     env::detect(&env::variables()).map_or(true, |launch| launch.local.map_or(launch.rank, |(rank, _)| rank) == 0)
 }
 
@@ -105,7 +105,7 @@ pub fn untrusted(path: &Path) -> Option<String> {
     let found = std::path::absolute(path).and_then(|written| Ok([written, std::fs::canonicalize(path)?]));
     let ways = match found {
         Ok(ways) => ways,
-        Err(error) => return Some(format!("`{}` cannot be looked at: {error}", path.display())),
+        Err(error) => return Some(format!("`{}` cannot be inspected: {error}", path.display())),
     };
     ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.objection(part))
 }
@@ -138,7 +138,7 @@ impl TrustedOwners {
         let shown = part.display();
         let data = match std::fs::symlink_metadata(part) {
             Ok(data) => data,
-            Err(error) => return Some(format!("`{shown}` cannot be looked at: {error}")),
+            Err(error) => return Some(format!("`{shown}` cannot be inspected: {error}")),
         };
         let owner = data.uid();
         let is_folder = data.is_dir();
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_can_write_is_not_trusted() {
+    fn a_folder_that_others_can_write_is_not_trusted() {
         let scratch = Scratch::new("modes");
         assert_eq!(untrusted(&scratch.file("mine.so", 0o755)), None);
         let open = untrusted(&scratch.file("open.so", 0o666)).unwrap();
@@ -248,11 +248,11 @@ mod tests {
         assert!(untrusted(&link).is_some());
         symlink(&scratch.0, scratch.0.join("wide/back")).unwrap();
         assert!(untrusted(&scratch.0.join("wide/back/mine.so")).is_some(), "the way there counts");
-        assert!(untrusted(&scratch.0.join("missing.so")).unwrap().contains("cannot be looked at"));
+        assert!(untrusted(&scratch.0.join("missing.so")).unwrap().contains("cannot be inspected"));
     }
 
     #[test]
-    fn what_another_user_owns_is_not_trusted() {
+    fn a_folder_of_another_user_is_not_trusted() {
         let scratch = Scratch::new("owners");
         let file = scratch.file("theirs.so", 0o755);
         let user = rustix::process::geteuid().as_raw();
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_an_open_one() {
+    fn a_private_folder_replaces_a_folder_that_others_can_write() {
         let scratch = Scratch::new("instead");
         let (open, own) = (scratch.folder("open", 0o777), scratch.0.join("own"));
         let chosen = choose(Some(open.clone()), own.clone(), true).unwrap();
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_none_and_for_one_that_cannot_be_made() {
+    fn a_private_folder_replaces_a_missing_home_folder_and_one_that_cannot_be_created() {
         let scratch = Scratch::new("none");
         let own = scratch.0.join("own");
         let chosen = choose(None, own.clone(), true).unwrap();
@@ -292,11 +292,11 @@ mod tests {
         let impossible = scratch.file("file", 0o600).join("inside");
         let chosen = choose(Some(impossible), own.clone(), true).unwrap();
         assert_eq!(chosen.path, own);
-        assert!(chosen.warning.is_some_and(|text| text.contains("file/inside` cannot be made")));
+        assert!(chosen.warning.is_some_and(|text| text.contains("file/inside` cannot be created")));
     }
 
     #[test]
-    fn a_folder_of_ones_own_stands_in_for_one_that_nothing_is_loaded_from() {
+    fn a_private_folder_replaces_one_from_which_nothing_can_be_loaded() {
         // Uses one of the file systems that every Linux has, if it is mounted `noexec` and root can write to it.
         let none = ["/dev/mqueue", "/sys/fs/cgroup", "/proc"].map(Path::new).into_iter().find(|path| {
             rustix::fs::statvfs(*path).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC))

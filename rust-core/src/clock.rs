@@ -22,8 +22,8 @@ fn since_1970() -> Duration {
 fn local(time: Duration, form: &CStr) -> String {
     let mut text = [0u8; 64];
     let seconds = time.as_secs() as libc::time_t;
-    // SAFETY: the calls read and write variables of this frame, whose sizes they are told; `localtime_r` fills `fields` before it
-    // is read, and one that fails leaves the zeros, which are a valid time.
+    // SAFETY: the calls read and write variables of this frame, whose sizes they are told; `localtime_r` fills `fields`
+    // before it is read, and one that fails leaves the zeros, which are a valid time.
     let length = unsafe {
         let mut fields: libc::tm = std::mem::zeroed();
         libc::localtime_r(&seconds, &mut fields);

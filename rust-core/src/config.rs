@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// One setting that is read from the environment.
 #[derive(Clone, Copy, Debug)]
-pub struct Knob {
+pub struct Setting {
     /// The variable that is read first.
     pub name: &'static str,
     /// Aliases, tried in order.
@@ -18,93 +18,93 @@ pub struct Knob {
     pub doc: &'static str,
 }
 
-macro_rules! knobs {
+macro_rules! settings {
     ($($ident:ident = $name:literal, [$($alias:literal),*], $default:literal, $doc:literal;)*) => {
-        $(#[doc = $doc] pub const $ident: Knob = Knob { name: $name, aliases: &[$($alias),*], default: $default, doc: $doc };)*
+        $(#[doc = $doc] pub const $ident: Setting = Setting { name: $name, aliases: &[$($alias),*], default: $default, doc: $doc };)*
         /// Every setting, in the order of the reference.
-        pub const ALL: &[Knob] = &[$($ident),*];
+        pub const ALL: &[Setting] = &[$($ident),*];
     };
 }
 
-knobs! {
+settings! {
     TIMEOUT_SECONDS = "SMD_TIMEOUT_SECONDS", [], "300",
-        "Longest wait of a collective for its peers, in seconds; then an error names the missing ranks. Process groups of `torch.distributed` have the `timeout` that they were made with instead.";
+        "Timeout of collectives, in seconds. The error names the missing ranks. Process groups of `torch.distributed` use the `timeout` that they were created with instead.";
     EXIT_TIMEOUT_SECONDS = "SMD_EXIT_TIMEOUT_SECONDS", [], "1800",
-        "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds; as long, all ranks of a job under MPI wait for each other before they end MPI.";
+        "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds. With MPI, all ranks wait up to the same time for each other before they finalize MPI.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",
-        "Silence of a host, in seconds, after which its ranks count as dead. A process that dies is noticed at once; this is for hosts and links.";
+        "Time without any message from a host, in seconds, after which its ranks count as dead. The death of a single process is noticed at once; this timeout detects lost hosts and links.";
     SECRET = "SMD_SECRET", [], "",
-        "Secret that the members of a job share; `smdrun` makes a new one for each job. Without it, rank 0 gives a secret to this user's processes where all ranks are on one host; a job on several hosts is open to the network, with a warning (docs/security.md).";
+        "Secret that the members of a job share. `smdrun` creates a new one for each job. Without it, rank 0 gives a secret to this user's processes if all ranks are on one host; a job on several hosts is open to the network, with a warning (docs/security.md).";
     SAFE_GLOBALS = "SMD_SAFE_GLOBALS", [], "",
-        "Full names of classes and functions, separated by commas, that objects from other ranks may contain beside plain data, arrays, tensors and data classes; `*` stands for any part of a name (docs/security.md). A lone `*` allows everything, in jobs with a secret only.";
+        "Comma-separated full names of classes and functions that objects from other ranks may contain, in addition to plain data, arrays, tensors and data classes. `*` matches any part of a name (docs/security.md). A lone `*` allows everything, but only in jobs with a secret.";
     RENDEZVOUS = "SMD_RENDEZVOUS", [], "",
-        "`host:port` of a rendezvous that the launcher serves. Without it rank 0 serves one.";
+        "`host:port` of a rendezvous that the launcher serves. Without it, rank 0 serves one.";
     WORKER = "SMD_WORKER", [], "",
-        "Name of this process in a job whose processes come and go, set by `smdrun elastic`: it then gets its rank from the launcher at each `init()`.";
+        "Name of this process in an elastic job, set by `smdrun elastic`. The process then gets its rank from the launcher at each `init()`.";
     ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
-        "Longest wait of such a job for enough slots, and how long its processes try again when sessions fail to come about, in seconds.";
+        "Elastic jobs: timeout for enough slots to become available, and how long a worker retries to start a session, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
-        "Largest message between GPUs of one host, in bytes, that goes through kernels that write to the peers' memory instead of through NCCL; 0 turns these off. Between two GPUs all-reduces of float32 that are larger than this and than 8 MiB go through such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. Each group takes four times as much of every GPU's memory, and 16 MiB more if it has two members, once it is used there.";
+        "Largest message between GPUs of one host, in bytes, that is sent by kernels which write to the peers' memory instead of by NCCL; 0 turns these kernels off. Between two GPUs, all-reduces of float32 that are larger than this and than 8 MiB use such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. A group that is used on GPUs takes four times this size of each GPU's memory, plus 16 MiB if it has two members.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
-        "1: each group that is used on GPUs measures for a moment which messages go between peers and how, on how many channels, and how large a reducer's buckets are, instead of taking the usual values. Rank 0 of the group says so for all, and prints the choice. Collectives by name of the world try sizes of what runs together (`SMD_FUSION_BYTES`, unless it is set) while the job trains, and the fastest stays.";
+        "1: each group that is used on GPUs measures at its first use which messages use the peers' memory, with which algorithm and how many channels, and the bucket size for reducers. Without it, defaults apply. Rank 0's setting decides for the group, and rank 0 prints the result. Collectives by name among all ranks also try fusion sizes while the job trains and keep the fastest, unless `SMD_FUSION_BYTES` is set.";
     AUTOTUNE_WARMUP_SAMPLES = "SMD_AUTOTUNE_WARMUP_SAMPLES", ["HOROVOD_AUTOTUNE_WARMUP_SAMPLES"], "3",
-        "Samples of those trials that do not count.";
+        "Number of samples that autotuning of the fusion size discards before the first one that counts.";
     AUTOTUNE_STEPS_PER_SAMPLE = "SMD_AUTOTUNE_STEPS_PER_SAMPLE", ["HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"], "10",
-        "Steps of a sample; five samples are a trial.";
+        "Steps in a sample of that autotuning; a trial of one size has five samples.";
     AUTOTUNE_MAX_SAMPLES = "SMD_AUTOTUNE_MAX_SAMPLES", ["HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"], "20",
-        "Sizes that those trials look at: four that cover the range from 64 KiB to 128 MiB, and then those that a Gaussian process expects to be most of an improvement.";
+        "Number of fusion sizes that autotuning tries: first four between 64 KiB and 128 MiB, then those with the largest expected improvement by a Gaussian process.";
     AUTOTUNE_NOISE = "SMD_AUTOTUNE_NOISE", ["HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"], "0.8",
-        "How much of the variance of what trials measure is taken for noise, from 0 to 1.";
+        "Share of the measurements' variance that the Gaussian process attributes to noise, from 0 to 1.";
     AUTOTUNE_LOG = "SMD_AUTOTUNE_LOG", ["HOROVOD_AUTOTUNE_LOG"], "",
-        "File that rank 0 writes those trials to, as lines with commas; the last one is what stays.";
+        "CSV file to which rank 0 writes the trials of fusion sizes; the last line is the chosen size.";
     AUTOTUNE_FILE = "SMD_AUTOTUNE_FILE", [], "",
-        "File that keeps these choices: those for as many GPUs of the same name are taken from it, also without `SMD_AUTOTUNE`, and new ones are added.";
+        "File that stores the choices of `SMD_AUTOTUNE` for GPUs. A group reads the entry with its GPU name and number of GPUs, also without `SMD_AUTOTUNE`; new choices are added.";
     INTERFACE = "SMD_INTERFACE", ["HOROVOD_GLOO_IFACE"], "",
-        "Network interfaces, separated by commas: at the address of the first of them that a host has its processes take connections from other hosts. Empty: the one that reaches the rendezvous.";
+        "Network interfaces to listen on for connections from other hosts, comma-separated, in order of preference. Empty: the interface that reaches the rendezvous.";
     TRUSTED_NETWORK = "SMD_TRUSTED_NETWORK", [], "0",
         "1: of each TCP frame between hosts, authenticate the first 64 bytes only, and not the tensor behind them, which saves processor time. Only for networks on which nobody can change data in transit. It takes effect if all ranks set it; otherwise whole frames are authenticated, and rank 0 logs a warning. Ranks prove the job's secret in both cases.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
-        "After this time a collective that has a name and is not called by all ranks is told on standard error, with the ranks that are missing, and again after as long; in seconds.";
+        "Time after which rank 0 of a group warns about a collective by name that some ranks have not called, in seconds. The warning lists the missing ranks and is repeated at this interval.";
     STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",
-        "1: no such warning.";
+        "1: turns this warning off.";
     STALL_SHUTDOWN_SECONDS = "SMD_STALL_SHUTDOWN_SECONDS", ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], "0",
-        "After this time such a collective fails on every rank, and with it all that wait; in seconds. 0, or less than the time of the warning: not before `SMD_TIMEOUT_SECONDS`.";
+        "Time after which such a collective, and every other one that waits, fails on all ranks, in seconds. 0, or less than `SMD_STALL_WARNING_SECONDS`: `SMD_TIMEOUT_SECONDS` applies.";
     FUSION_BYTES = "SMD_FUSION_BYTES", ["HOROVOD_FUSION_THRESHOLD"], "67108864",
-        "Collectives with names that are ready together run as one operation up to this size, in bytes; 0: each alone. Rank 0 of the group says so for all.";
+        "Fusion size: collectives by name that are ready together run as one operation up to this size, in bytes. 0: each one runs alone. The setting of the group's rank 0 counts.";
     CACHE_CAPACITY = "SMD_CACHE_CAPACITY", ["HOROVOD_CACHE_CAPACITY"], "4096",
-        "Names of collectives that a group remembers, so that a bit tells that one is ready again; 0: none. Rank 0 of the group says so for all.";
+        "Capacity of a group's response cache, in names. A cached name is negotiated with one bit. 0: no cache. The setting of the group's rank 0 counts.";
     DYNAMIC_PROCESS_SETS = "SMD_DYNAMIC_PROCESS_SETS", ["HOROVOD_DYNAMIC_PROCESS_SETS"], "0",
-        "1: `horovod`'s process sets may be added and removed after `init()`.";
+        "1: process sets of `horovod` may be added and removed after `init()`.";
     TIMELINE = "SMD_TIMELINE", [], "",
-        "Path of a Chrome trace to write, of what all ranks do; Perfetto opens it.";
+        "Path of a Chrome trace with the operations of all ranks; open it in Perfetto.";
     NAMES_TIMELINE = "SMD_NAMES_TIMELINE", ["HOROVOD_TIMELINE"], "",
-        "Path of a Chrome trace to write, of collectives by name as rank 0 sees them, in the form of Horovod's timelines. `DYNAMIC`: none before `start_timeline`.";
+        "Path of a Chrome trace of collectives by name in the format of Horovod's timelines, written by rank 0. `DYNAMIC`: starts with `start_timeline`.";
     NAMES_TIMELINE_MARK_CYCLES = "SMD_NAMES_TIMELINE_MARK_CYCLES", ["HOROVOD_TIMELINE_MARK_CYCLES"], "0",
-        "1: that trace marks each answer of the negotiation.";
+        "1: `SMD_NAMES_TIMELINE` marks each answer of the negotiation.";
     LOG = "SMD_LOG", ["HOROVOD_LOG_LEVEL"], "warn",
-        "What to log on standard error: error, warn, info, debug or trace.";
+        "Log level on standard error: error, warn, info, debug or trace.";
     LOG_HIDE_TIME = "SMD_LOG_HIDE_TIME", ["HOROVOD_LOG_HIDE_TIME"], "1",
-        "0: lines of the log begin with the time, in Horovod's form: `[2026-01-20 12:00:01.123456: W file.rs:12] [rank]: text`, with T, D, I, W or E for the level.";
+        "0: log lines begin with the time, in Horovod's format: `[2026-01-20 12:00:01.123456: W file.rs:12] [rank]: text`, with T, D, I, W or E for the level.";
     DISABLE_GROUP_FUSION = "SMD_DISABLE_GROUP_FUSION", ["HOROVOD_DISABLE_GROUP_FUSION"], "0",
-        "1: each group of tensors that one call gives, and each single tensor, is an operation of its own, whatever `SMD_FUSION_BYTES` says. Rank 0 of the group says so for all.";
+        "1: each group of tensors of one call, and each single tensor, is an operation of its own, regardless of `SMD_FUSION_BYTES`. The setting of the group's rank 0 counts.";
     THREAD_AFFINITY = "SMD_THREAD_AFFINITY", ["HOROVOD_THREAD_AFFINITY"], "",
-        "Numbers of cores, with commas, one for each process of a host: the thread that runs a process's collectives by name stays on its core. A list that does not fit is told in the log and has no effect.";
+        "Comma-separated core numbers, one for each process of a host: the thread that runs a process's collectives by name is pinned to its core. An invalid list is logged and ignored.";
     CACHE_DIR = "SMD_CACHE_DIR", [], "~/.cache/opensmd",
-        "Where shims for the installed frameworks and the plug-in for MPI are kept, once built.";
+        "Folder for compiled shims of the installed frameworks and the compiled MPI plug-in.";
     KERAS_COMPAT = "SMD_KERAS_COMPAT", [], "1",
-        "0: leaves out the adapters that let scripts for TensorFlow 2.3 and 2.4 run with today's Keras, such as `optimizer.variables()`.";
+        "0: turns off the adapters with which scripts for TensorFlow 2.3 and 2.4 run with Keras 3, such as `optimizer.variables()`.";
     METRICS = "SMD_METRICS", [], "",
-        "Where counters of this host's ranks are published in Prometheus' text format: a file, which is replaced by rename, or `host:port` for an HTTP endpoint (docs/guides/metrics.md).";
+        "Where counters of this host's ranks are published in Prometheus' text format: a file, which is replaced by rename, or `host:port` of an HTTP endpoint (docs/guides/metrics.md).";
     METRICS_SECONDS = "SMD_METRICS_SECONDS", [], "5",
-        "Time between two writes of such a file, in seconds.";
+        "Interval between two writes of the file of `SMD_METRICS`, in seconds.";
     STRICT_PIPELINE = "SMD_STRICT_PIPELINE", [], "0",
-        "1: a call inside of a `smp.step` function that leaves the pipeline, so that all ranks wait for one of them, is an error. Without it each such place is a warning.";
+        "1: a call in an `smp.step` function that cannot be pipelined, so that all ranks wait for the rank that runs it, is an error. 0: the first such call of each kind is a warning.";
     AG_SCRATCH_BUFFER_BYTES = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", [], "16777216",
-        "A buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect: there is no such buffer here.";
+        "Size of a buffer of the original library's all-gather, in bytes. Must be a multiple of 8192; otherwise ignored, because there is no such buffer here.";
     AG_SORT_BUFFER_BYTES = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", [], "134217728",
-        "Another buffer of the original's all-gather, in bytes. Checked (a multiple of 8192) and otherwise without effect.";
+        "Size of another buffer of the original library's all-gather, in bytes. Must be a multiple of 8192; otherwise ignored.";
 }
 
 /// Validates the settings that nothing reads during `init`, so that a mistake in them is reported. These are settings
@@ -113,13 +113,13 @@ knobs! {
 /// # Errors
 /// [`Error::Config`] naming the variable and its value.
 pub fn check_unread() -> Result<()> {
-    [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|knob| knob.bytes(8192).map(drop))?;
+    [AG_SCRATCH_BUFFER_BYTES, AG_SORT_BUFFER_BYTES].iter().try_for_each(|setting| setting.bytes(8192).map(drop))?;
     [DYNAMIC_PROCESS_SETS, NAMES_TIMELINE_MARK_CYCLES, STRICT_PIPELINE]
         .iter()
-        .try_for_each(|knob| knob.flag().map(drop))
+        .try_for_each(|setting| setting.flag().map(drop))
 }
 
-impl Knob {
+impl Setting {
     /// The value in the environment, if one of the names is set and not empty.
     pub fn text(&self) -> Option<String> {
         self.set().map(|(_, text)| text)
@@ -148,7 +148,7 @@ impl Knob {
         }
     }
 
-    /// As [`Knob::seconds`], where 0 means no limit.
+    /// As [`Setting::seconds`], where 0 means no limit.
     ///
     /// # Errors
     /// [`Error::Config`] if the text is not a number, or negative.
@@ -224,21 +224,21 @@ pub fn reference() -> String {
     let mut text = String::from(
         "<!-- Generated from rust-core/src/config.rs by `make generated`; do not edit. -->\n\n\
          # Environment\n\n\
-         Settings are read when they are needed first, mostly by `init()`; empty ones count as not set.\n\n\
+         Each setting is read at its first use, mostly by `init()`. An empty value counts as not set.\n\n\
          | variable | default | meaning |\n\
          | --- | --- | --- |\n",
     );
-    for knob in ALL {
-        let mut names = format!("`{}`", knob.name);
-        for alias in knob.aliases {
+    for setting in ALL {
+        let mut names = format!("`{}`", setting.name);
+        for alias in setting.aliases {
             names.push_str(&format!(", `{alias}`"));
         }
-        let default = if knob.default.is_empty() { "none".to_owned() } else { format!("`{}`", knob.default) };
-        text.push_str(&format!("| {names} | {default} | {} |\n", knob.doc));
+        let default = if setting.default.is_empty() { "none".to_owned() } else { format!("`{}`", setting.default) };
+        text.push_str(&format!("| {names} | {default} | {} |\n", setting.doc));
     }
     text.push_str(
-        "\nWho a process is comes from its launcher's variables; the first launcher that names a rank decides, and an MPI\n\
-         launcher that says otherwise is an error.\n\n\
+        "\nA process gets its rank from its launcher's variables. The first launcher below whose variables\n\
+         name a rank decides. An MPI launcher that names another rank is an error.\n\n\
          | order | launcher | variables |\n\
          | --- | --- | --- |\n\
          | 1 | torchrun, smdrun, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` or `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`; `MASTER_ADDR`, `MASTER_PORT` |\n\
@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn names_are_unique() {
         let mut names: Vec<&str> =
-            ALL.iter().flat_map(|knob| [knob.name].into_iter().chain(knob.aliases.iter().copied())).collect();
+            ALL.iter().flat_map(|setting| [setting.name].into_iter().chain(setting.aliases.iter().copied())).collect();
         let all = names.len();
         names.sort_unstable();
         names.dedup();
@@ -277,9 +277,9 @@ mod tests {
 
     #[test]
     fn defaults_are_acceptable() {
-        for knob in ALL.iter().filter(|knob| knob.name.ends_with("_SECONDS")) {
-            let default = knob.default.parse::<f64>();
-            assert!(default.is_ok_and(|seconds| seconds > 0.0 || knob.default == "0"), "{}", knob.name);
+        for setting in ALL.iter().filter(|setting| setting.name.ends_with("_SECONDS")) {
+            let default = setting.default.parse::<f64>();
+            assert!(default.is_ok_and(|seconds| seconds > 0.0 || setting.default == "0"), "{}", setting.name);
         }
         check_unread().unwrap();
     }

@@ -1,4 +1,4 @@
-//! Every error of the core, its stable code, and whether a job can go on after it.
+//! Every error of the core, its stable code, and whether a job can continue after it.
 //!
 //! Texts are lowercase, name values with their units and put names in backticks.
 //! A code never changes once released: it crosses the FFI (see `smd-bridge`'s guard) and picks the Python class.
@@ -161,7 +161,7 @@ pub enum Error {
     PeerFailed {
         /// Global rank of the peer.
         rank: usize,
-        /// What happened to it: `died`, `left the job`, `failed: ...`.
+        /// The event: `died`, `left the job`, `failed: ...`.
         how: String,
         /// Global rank of the process that reports the error.
         me: usize,

@@ -1,5 +1,5 @@
-//! The loss scale of 16-bit training: the factor of a loss before its backward, which keeps small gradients from becoming
-//! zero in a 16-bit type.
+//! The loss scale of 16-bit training: the factor of a loss before its backward, which keeps small gradients from
+//! becoming zero in a 16-bit type.
 //!
 //! All ranks pass the same overflow flag for a step, so all have the same scale in the next one.
 //!
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn it_stays_above_its_minimum_and_finite() {
+    fn the_scale_stays_above_its_minimum_and_finite() {
         let mut scale = dynamic(4.0, Dynamics { min_scale: 2.0, ..Dynamics::default() });
         assert_eq!(history(&mut scale, "xxx"), [2.0; 3]);
         let mut scale = dynamic(f64::MAX, Dynamics { window: 1, ..Dynamics::default() });
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_scale_goes_on_as_the_saved_one() {
+    fn a_restored_scale_continues_like_the_saved_one() {
         let dynamics = Dynamics { delayed_shift: 2, window: 3, ..Dynamics::default() };
         let mut saved = dynamic(64.0, dynamics);
         history(&mut saved, "x..");

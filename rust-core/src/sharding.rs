@@ -116,7 +116,7 @@ mod tests {
                     for pieces in shards.pieces() {
                         let mut end = 0;
                         for piece in pieces {
-                            assert_eq!(piece.offset, end, "pieces of a shard lie behind each other");
+                            assert_eq!(piece.offset, end, "pieces of a shard are contiguous");
                             end += piece.end - piece.start;
                             covered[piece.parameter][piece.start..piece.end].iter_mut().for_each(|count| *count += 1);
                         }

@@ -124,7 +124,7 @@ pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Re
                 given.insert(name, value);
             }
             None if name.starts_with('_') => {}
-            None => warnings.push(format!("`{name}` is no modelparallel parameter: ignored")),
+            None => warnings.push(format!("`{name}` is not a modelparallel parameter: ignored")),
         }
     }
     // Scripts and Hugging Face look for `partitions`.
@@ -132,7 +132,7 @@ pub fn checked(parameters: Map<String, Value>, warnings: &mut Vec<String>) -> Re
         && old != new
     {
         return Err(Error::Config(format!(
-            "`partitions` is {old} and `pipeline_parallel_degree` is {new}: they are two names of one number"
+            "`partitions` is {old} and `pipeline_parallel_degree` is {new}: they are two names of one parameter"
         )));
     }
     Ok(given)
@@ -247,7 +247,7 @@ impl ModelParallel {
             ));
         }
         if self.degree("sharded_data_parallel_degree") > 1 && self.is_on("shard_optimizer_state") {
-            return fail("`sharded_data_parallel_degree` does not go with `shard_optimizer_state`".into());
+            return fail("`sharded_data_parallel_degree` cannot be combined with `shard_optimizer_state`".into());
         }
         Ok(())
     }
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(valid(json!({"pipeline_parallel_degree": 4})).given()["partitions"], 4);
         assert_eq!(
             error(json!({"partitions": 2, "pipeline_parallel_degree": 4})),
-            "`partitions` is 2 and `pipeline_parallel_degree` is 4: they are two names of one number"
+            "`partitions` is 2 and `pipeline_parallel_degree` is 4: they are two names of one parameter"
         );
     }
 
@@ -376,7 +376,7 @@ mod tests {
             (json!({"tensor_parallel_degree": 2}), "`tensor_parallel_degree` 2 needs `ddp: true`"),
             (
                 json!({"sharded_data_parallel_degree": 2, "shard_optimizer_state": true, "ddp": true}),
-                "`sharded_data_parallel_degree` does not go with `shard_optimizer_state`",
+                "`sharded_data_parallel_degree` cannot be combined with `shard_optimizer_state`",
             ),
             (
                 json!({"placement_strategy": "DPP"}),
@@ -405,7 +405,7 @@ mod tests {
         assert_eq!(valid(json!({"sdp_reduce_bucket_size": 5e8})).given()["sdp_reduce_bucket_size"], 500_000_000);
         assert_eq!(valid(json!({"pipeline": "_only_forward"})).given()["pipeline"], "_only_forward");
         let (parameters, warnings) = parse(json!({"microbatch": 3, "_internal": 1}));
-        assert_eq!(warnings, ["`microbatch` is no modelparallel parameter: ignored"]);
+        assert_eq!(warnings, ["`microbatch` is not a modelparallel parameter: ignored"]);
         assert_eq!(parameters.expect("unknown keys are no error").given().len(), 1);
     }
 

@@ -29,7 +29,7 @@ const TRIAL_BYTES: usize = 8 << 10;
 /// Bandwidth limit of the slow case, 4.3 GB/s; copies from memory are twice as fast.
 const SLOW_NANOSECONDS_A_LINE: u128 = 15;
 /// Number of copies after a slow trial until the next one.
-const STREAMS_A_TRIAL: u32 = 32;
+const COPIES_PER_TRIAL: u32 = 32;
 
 impl Publisher {
     /// Whether the last trial was slow.
@@ -58,7 +58,7 @@ impl Publisher {
             if start.elapsed().as_nanos() < SLOW_NANOSECONDS_A_LINE * (TRIAL_BYTES as u128 / 64) {
                 return plain(rest.0, rest.1, rest.2);
             }
-            self.streams.store(STREAMS_A_TRIAL, Ordering::Relaxed);
+            self.streams.store(COPIES_PER_TRIAL, Ordering::Relaxed);
             stream(rest.0, rest.1, rest.2);
         }
     }

@@ -71,11 +71,11 @@ impl Track {
 }
 
 /// Name of the event that shows which stages a stage gets values from, and of its argument.
-pub const TAKES: &str = "takes";
-/// Name of the event of a call that left the pipeline: all ranks waited for one of them.
+pub const STAGE_INPUT: &str = "takes";
+/// Name of the event of a synchronous call in a pipeline step: all ranks waited for the rank that ran it.
 pub const SYNCHRONOUS: &str = "synchronous";
-/// See [`TAKES`].
-pub const TAKES_FROM: &str = "stage";
+/// See [`STAGE_INPUT`].
+pub const INPUT_STAGE: &str = "stage";
 
 /// An argument of an event, such as `("bytes", 1024)`.
 pub type Arg = Option<(&'static str, u64)>;

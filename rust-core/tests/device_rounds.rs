@@ -19,7 +19,7 @@ use smd_core::world::{LocalStore, Monitor};
 
 /// Lengths of gradients that are reduced in place, each in a bucket of its own. They arrive from the last to the first.
 const ELEMS: [usize; 3] = [3 << 18, 2 << 18, 1 << 18];
-/// What the first member calls in a planned round.
+/// The calls of the first member in a planned round.
 const PLANNED: [usize; 3] = [1 << 18, 2 << 18, 3 << 18];
 
 /// One of two members.
@@ -93,7 +93,7 @@ impl Member {
             // SAFETY: the fake NCCL looks at no memory.
             let view = unsafe { TensorView::new(64 as *mut u8, ELEMS[param], DType::Float32, device, 0) }.unwrap();
             let (pieces, flat, wire) = (&[][..], None, None);
-            let bucket = DeviceBucket { pieces, flat, wire, apart: &[view], stream: self.computation };
+            let bucket = DeviceBucket { pieces, flat, wire, in_place: &[view], stream: self.computation };
             // SAFETY: as above; the streams are never freed.
             unsafe { self.reducer.launch(index, &bucket, self.communication) }.unwrap();
         }

@@ -24,7 +24,7 @@ fn serve(size: usize) -> Server {
     let options = server::ServerOptions {
         key,
         size: Some(size),
-        patience: Duration::ZERO,
+        death_cause_timeout: Duration::ZERO,
         peer_timeout: Duration::from_secs(10),
     };
     Server::serve(listener, options).unwrap()
@@ -81,7 +81,7 @@ fn eventually(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Gets through the handshake, as somebody who knows the secret, and stops there.
+/// Completes the handshake with the secret, and sends nothing more.
 fn shake_hands(address: SocketAddr) -> (TcpStream, Sealer) {
     let mut stream = TcpStream::connect(address).unwrap();
     let mut greeting = [0; GREETING_BYTES];
@@ -151,7 +151,7 @@ fn a_departure_reaches_all_in_time() {
 }
 
 #[test]
-fn a_wait_that_does_not_need_the_departed_goes_on() {
+fn a_wait_without_the_departed_rank_continues() {
     let server = serve(3);
     let ranks = join_all(server.address(), 3);
     ranks[2].client.leave();
@@ -205,7 +205,7 @@ fn a_death_ends_the_start_of_the_others() {
 }
 
 #[test]
-fn who_waits_in_vain_hears_who_is_missing() {
+fn a_timed_out_wait_names_the_missing_ranks() {
     let server = serve(3);
     let address = [server.address().to_string()];
     let limit = Duration::from_millis(200);
@@ -231,20 +231,21 @@ fn an_interruption_ends_the_wait_for_the_others() {
 }
 
 #[test]
-fn the_end_of_the_rendezvous_is_told_as_the_end_of_rank_0() {
+fn the_end_of_the_rendezvous_is_reported_as_the_end_of_rank_0() {
     let server = serve(2);
     let ranks = join_all(server.address(), 2);
     drop(server);
     let error = ranks[1].client.get("never", &[0, 1], LIMIT).unwrap_err();
     assert_eq!(error.code(), Code::PeerFailed);
     assert!(error.to_string().starts_with("rank 0 died (its process, which served the rendezvous"), "{error}");
-    // Nobody can tell any more whether the others live, so that waiting for them alone makes no sense either: for the same cause.
+    // Nobody can tell any more whether the others live, so that waiting for them alone makes no sense either: for the
+    // same cause.
     let error = ranks[1].client.get("never", &[1], LIMIT).unwrap_err();
     assert!(error.to_string().starts_with("rank 0 died (its process, which served the rendezvous"), "{error}");
 }
 
 #[test]
-fn a_wrong_secret_is_refused_and_harms_nobody() {
+fn a_wrong_secret_is_refused_without_effect_on_the_job() {
     let server = serve(2);
     let address = [server.address().to_string()];
     let stranger =
@@ -358,14 +359,14 @@ fn a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it() {
             }
             _ => {
                 use smd_core::world::rendezvous::message::{ToServer, encode};
-                sealer.seal(&encode(&ToServer::Goodbye), &mut bytes);
+                sealer.seal(&encode(&ToServer::Depart), &mut bytes);
             }
         }
         stream.write_all(&bytes).unwrap();
         while !is_hung_up(&mut stream) {}
         if bad == "replayed" {
             let error = join(server.address(), 0, 2).map(drop).unwrap_err();
-            assert!(error.to_string().contains("frame 0 came where frame 1 belongs"), "{error}");
+            assert!(error.to_string().contains("frame 0 arrived instead of frame 1"), "{error}");
         }
         // A new pair can still meet: the server is unharmed. Rank 1 comes first, back from the dead.
         let address = server.address();

@@ -1,4 +1,4 @@
-"""How elastic jobs fail: the reason is clear and no process is left. elastic.py tests training while workers are killed
+"""Failures of elastic jobs: the reason is clear and no process is left. elastic.py tests training while workers are killed
 and added.
 """
 

@@ -111,17 +111,17 @@ def test_another_user_of_the_host_does_not_get_the_secret(launcher, tmp_path):
         variables = _environment(job.pid(1))
         output = _try_to_join(variables, str(NOBODY_USER))
         assert "joined" not in output, output
-        assert "this user on this host (nobody listens) timed out" in output, output
+        assert "this user on this host (no server listens) timed out" in output, output
         names = _eventually(lambda: _sockets(job.pid(0)))
         assert names, "rank 0 serves no socket"
-        # An intruder that reads /proc/net/unix finds the socket, and asks there as another user.
+        # An intruder that reads /proc/net/unix finds the socket, and connects to it as another user.
         secret_reply = _try_to_join(variables, str(NOBODY_USER), names[0])
         (tmp_path / "go").touch()
         outcome = job.wait()
     assert outcome.exit_code == 0, outcome.describe()
     assert outcome.values == [(0, True), (1, True)]
     assert "was given b''" in secret_reply, secret_reply
-    assert re.search(r"refused process \d+ of user 65534, which asked for the secret", outcome.output), (
+    assert re.search(r"refused process \d+ of user 65534, which requested the secret", outcome.output), (
         outcome.describe()
     )
 
@@ -217,5 +217,7 @@ def test_objects_of_other_ranks_run_no_code(tmp_path):
     assert len(first) == 2
     assert len(second) == 1, "the source of a broadcast does not unpickle its own object"
     for text in first:
-        assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is no class"), text
+        assert text.startswith("rank 1 sent an object of `posix.system`, which is not unpickled: it is not a class"), (
+            text
+        )
         assert "SMD_SAFE_GLOBALS=posix.system" in text

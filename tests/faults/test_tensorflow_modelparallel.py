@@ -116,7 +116,7 @@ def _model_that_asserts():
 
 
 def _catch(kind):
-    """Rank 1 catches the error of an operation and goes on to a barrier. Rank 0 must still learn of the error, though
+    """Rank 1 catches the error of an operation and continues to a barrier. Rank 0 must still learn of the error, though
     it waits for no message of the step.
     """
     import numpy as np

@@ -1,5 +1,5 @@
 """Ranks of a pipeline call different things, or an exception leaves `fit` on one of them. All ranks get an error
-promptly, and the job goes on.
+promptly, and the job continues.
 """
 
 from __future__ import annotations

@@ -72,6 +72,6 @@ def test_groups_are_split_from_groups(bound):
     with start_ranks(groups_body, NUM_RANKS, bound, env=env, timeout=70) as job:
         outcome = job.wait()
     assert all(rank.error is None for rank in outcome.ranks), outcome.describe()
-    assert "was not divided on devices" not in outcome.output, outcome.output
+    assert "was not split on devices" not in outcome.output, outcome.output
     # Each rank splits at least the five groups before the device mesh.
-    assert outcome.output.count("was divided on devices") >= 5 * NUM_RANKS, outcome.output
+    assert outcome.output.count("was split on devices") >= 5 * NUM_RANKS, outcome.output

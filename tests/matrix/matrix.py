@@ -102,7 +102,7 @@ class Version:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs."""
+        """The packages that pip installs."""
         wanted = [f"{_DISTRIBUTIONS[self.framework]}=={self.number}.*", "numpy", *TOOLS]
         others = {
             "torch": ["transformers"],
@@ -222,7 +222,7 @@ def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) ->
 
 
 def verdict(report: Path) -> str:
-    """What pytest's report of a part that did not pass says: time limits alone say nothing about a version."""
+    """The reason in pytest's report of a part that did not pass: time limits alone say nothing about a version."""
     cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
     texts = [problem.text or "" for case in cases for kind in ("failure", "error") for problem in case.iter(kind)]
     return NO_END if texts and all(_OUT_OF_TIME.search(text) for text in texts) else "fails"

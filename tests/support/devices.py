@@ -1,4 +1,4 @@
-"""How many ranks with a GPU can run on this machine, and which GPU each rank uses.
+"""The number of ranks with a GPU that can run on this machine, and the GPU of each rank.
 
 Where there is one GPU only, all ranks share it. Each rank sets ``NCCL_HOSTID`` to a value of its own. NCCL then takes
 the ranks for processes on different hosts and connects them by sockets. Kernels of different ranks run one after

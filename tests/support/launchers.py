@@ -42,7 +42,7 @@ def missing(launcher: str) -> str | None:
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         return "mpirun is not installed (package openmpi-bin)"
     if launcher not in LAUNCHERS:
-        raise ValueError(f"`{launcher}` is no launcher: expected one of {LAUNCHERS}")
+        raise ValueError(f"`{launcher}` is not a launcher: expected one of {LAUNCHERS}")
     return None
 
 

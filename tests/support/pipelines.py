@@ -39,7 +39,7 @@ class Worst:
 
 
 def _place(case: Case, partitions: int, looped: bool) -> None:
-    """Gives each partition consecutive pieces; with `looped`, two runs of consecutive pieces."""
+    """Assigns consecutive pieces to each partition; with `looped`, two runs of consecutive pieces."""
     rows = partitions * (2 if looped and len(case.pieces) >= 2 * partitions else 1)
     for place, piece in enumerate(case.pieces):
         place = case.together[0] if place in case.together else place

@@ -1,4 +1,4 @@
-"""Hugging Face's accelerate with the backend ``smddp``: a stand-in package chooses backends like accelerate does."""
+"""Hugging Face's accelerate with the backend ``smddp``: a replacement package chooses backends like accelerate does."""
 
 from __future__ import annotations
 

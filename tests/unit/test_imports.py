@@ -161,7 +161,7 @@ path.parent.mkdir()
 path.write_text("for another system")
 assert shims.ensure(framework) == path
 messages = []
-shims._say = messages.append
+shims._log = messages.append
 assert shims.load_torch().all_reduce_
 assert "does not load with" in messages[0] and messages[0].startswith("the prebuilt shim for PyTorch "), messages
 """)

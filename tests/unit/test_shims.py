@@ -318,7 +318,7 @@ def test_a_cache_that_cannot_be_created_is_replaced(cache, compiler, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     path = shims.ensure(FRAMEWORK)
     assert path == tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library
-    assert "cannot be made" in capsys.readouterr().err
+    assert "cannot be created" in capsys.readouterr().err
     monkeypatch.setenv("TMPDIR", str(tmp_path / "file"))
     with pytest.raises(shims.ShimError, match=r"no folder for built libraries .* set `SMD_CACHE_DIR` to one"):
         shims.ensure(FRAMEWORK)
@@ -379,7 +379,7 @@ def test_a_read_only_cache_is_replaced(cache, compiler, monkeypatch, tmp_path):
     assert found.strip() == str(tmp_path / "tmp" / f"opensmd-{os.getuid()}" / FRAMEWORK.key / FRAMEWORK.library), (
         messages
     )
-    assert "cannot be made: Read-only file system" in messages
+    assert "cannot be created: Read-only file system" in messages
 
 
 @pytest.mark.parametrize("size", ["64k", "4m"])
@@ -392,7 +392,7 @@ def test_a_full_disk_is_reported(cache, compiler, size):
     last = messages.splitlines()[-1]
     assert "ShimError: cannot build the PyTorch shim in" in last
     assert "No space left on device" in last
-    assert "set SMD_CACHE_DIR to a folder that can be written" in last
+    assert "set SMD_CACHE_DIR to a writable folder" in last
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(cache, compiler, monkeypatch, tmp_path, capsys):

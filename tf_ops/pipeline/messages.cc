@@ -99,7 +99,7 @@ class Address {
     OP_REQUIRES_OK(construction, construction->GetAttr("tag", &tag));
     OP_REQUIRES(
         construction, tag >= 0 && tag <= std::numeric_limits<std::uint32_t>::max(),
-        to_status(absl::StrCat("`", construction->def().name(), "`: ", tag, " is no tag [smd:invalid_argument]")));
+        to_status(absl::StrCat("`", construction->def().name(), "`: ", tag, " is not a tag [smd:invalid_argument]")));
     tag_ = static_cast<std::uint32_t>(tag);
   }
 
@@ -150,9 +150,9 @@ class SentKernel final : public AsyncOpKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
-        wait->hear(to_status(absl::StrCat("`", name(), "`: input ", i, " is no message [smd:invalid_argument]")));
+        wait->end_message(to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
       } else {
-        message->value->when_ended([wait](const absl::Status& status) { wait->hear(status); });
+        message->value->when_ended([wait](const absl::Status& status) { wait->end_message(status); });
       }
     }
   }
@@ -170,8 +170,8 @@ class SentKernel final : public AsyncOpKernel {
       finish(context_, std::move(done_));
     }
 
-    // Takes the end of one message. Several threads may call it at the same time.
-    void hear(const absl::Status& status) {
+    // Records the end of one message. Several threads may call it at the same time.
+    void end_message(const absl::Status& status) {
       absl::MutexLock lock(&mutex_);
       status_.Update(status);
     }

@@ -74,7 +74,7 @@ class EndStepKernel final : public OpKernel {
   void Compute(OpKernelContext* context) override {
     const auto* held = context->input(0).scalar<tensorflow::Variant>()().get<Held<StepRun>>();
     OP_REQUIRES(context, held != nullptr,
-                to_status(absl::StrCat("`", name(), "`: the input is no step [smd:invalid_argument]")));
+                to_status(absl::StrCat("`", name(), "`: the input is not a step [smd:invalid_argument]")));
     held->value->end();
   }
 };

@@ -28,7 +28,7 @@ class Backend final : public c10d::Backend {
   using Works = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // Makes the group of the global ranks in `ranks`, or of all ranks if it is empty. Collective. With a parent, the
+  // Creates the group of the global ranks in `ranks`, or of all ranks if it is empty. Collective. With a parent, the
   // group is split from it: all ranks of the parent call this function or `stay_out_of_split`.
   static c10::intrusive_ptr<Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                           const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout,
@@ -90,7 +90,7 @@ class Backend final : public c10d::Backend {
  private:
   struct Issue;
   struct Batch {
-    // Made with the first operation, whose tensors say which device it is.
+    // Created with the first operation, on the device of its tensors.
     c10::intrusive_ptr<GroupWork> work;
     c10::intrusive_ptr<DeviceWork> device_work;
     std::vector<TensorOperation> operations;

@@ -60,7 +60,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
     checked([this] { check_interrupt(title_); });
     if (std::chrono::steady_clock::now() - start >= timeout) {
       throw_report("the wait for `" + std::string(title_) + "` ended after " + std::to_string(timeout.count()) +
-                   " ms, while the operation goes on; its own time limit will say which ranks are missing" +
+                   " ms, while the operation continues; its own time limit will say which ranks are missing" +
                    " [smd:timeout]");
     }
     std::this_thread::sleep_for(kLookEvery);

@@ -12,7 +12,7 @@
 namespace smd::torch_ext {
 
 // Follows torch's rules for a backend on CUDA. `wait` makes the current stream wait and returns at once. The future
-// completes as soon as the operations are queued; its events tell when the tensors are ready. `isCompleted` and
+// completes as soon as the operations are queued; its events complete when the tensors are ready. `isCompleted` and
 // `isSuccess` report what the device has done.
 class DeviceWork final : public c10d::Work {
  public:

@@ -235,7 +235,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
     }
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
       throw_report("the wait for `" + std::string(title_) + "` ended after " + std::to_string(timeout.count()) +
-                   " ms, while the operation goes on; its own time limit will say which ranks are missing" +
+                   " ms, while the operation continues; its own time limit will say which ranks are missing" +
                    " [smd:timeout]");
     }
     lock.lock();
@@ -246,7 +246,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
 
 int GroupWork::sourceRank() const {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(source_ >= 0, "`", title_, "` has no source rank: it is no receive, or not complete");
+  TORCH_CHECK(source_ >= 0, "`", title_, "` has no source rank: it is not a receive, or not complete");
   return static_cast<int>(source_);
 }
 

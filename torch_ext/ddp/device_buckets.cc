@@ -21,7 +21,7 @@ at::ScalarType scalar_type_of(DType dtype) {
     case DType::BFloat16:
       return at::kBFloat16;
     default:
-      TORCH_INTERNAL_ASSERT(false, "gradients travel as what they are or as 16-bit floats");
+      TORCH_INTERNAL_ASSERT(false, "gradients are sent in their own type or as 16-bit floats");
   }
 }
 
@@ -50,7 +50,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
   std::vector<Piece> pieces;
   // Tensors that are packed must live until the packing kernel is queued.
   std::vector<at::Tensor> packed;
-  std::vector<TensorView> apart;
+  std::vector<TensorView> in_place;
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
     auto& gradient = gradients[plan.params[i]];
     if (!gradient || gradient->value.numel() == 0) continue;
@@ -61,12 +61,12 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
       made.block(stream);
       record_use(value.storage(), stream);
     }
-    if (plan.apart[i]) {
+    if (plan.in_place[i]) {
       if (gradient->shared) {
         const auto& layout = layouts_[plan.params[i]];
         value = at::empty_strided(layout.sizes, layout.strides, layout.options).copy_(value);
       }
-      apart.push_back(describe(value));
+      in_place.push_back(describe(value));
       in_flight_.push_back(*gradient);
       continue;
     }
@@ -78,7 +78,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
     // A gradient that was accumulated in its view stays the same tensor.
     if (data != view.data_ptr()) packed.push_back(std::exchange(value, view.variable_data()));
   }
-  if (plan.elems == 0 && apart.empty()) {
+  if (plan.elems == 0 && in_place.empty()) {
     (*core_)->reduced_by_caller();
     return plan;
   }
@@ -100,7 +100,7 @@ const BucketDescription& DeviceBuckets::reduce(std::size_t index, std::vector<st
   full.pieces = {pieces.data(), pieces.size()};
   full.flat = {flat.data(), flat.size()};
   full.wire = {wire.data(), wire.size()};
-  full.apart = {apart.data(), apart.size()};
+  full.in_place = {in_place.data(), in_place.size()};
   full.stream = handle_of(stream);
   checked([&] { (*core_)->launch(index, full, handle_of(communication)); });
   return plan;
@@ -139,7 +139,7 @@ void DeviceBuckets::allocate(Bucket& bucket) const {
   bucket.flat = at::zeros({static_cast<int64_t>(plan.elems)}, options);
   bucket.views.resize(plan.params.size());
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
-    if (plan.apart[i]) continue;
+    if (plan.in_place[i]) continue;
     const auto& layout = layouts_[plan.params[i]];
     auto* start = static_cast<std::uint8_t*>(bucket.flat.data_ptr()) + plan.starts[i] * bucket.flat.element_size();
     const auto let_go = [](void* flat) { delete static_cast<at::Tensor*>(flat); };

@@ -50,7 +50,7 @@ class DeviceBuckets {
 
   // Makes the current stream wait for all reductions.
   void follow();
-  // Ends the step. Tells the allocator of reductions that no stream has waited for, because the script may release
+  // Ends the step. Records reductions that no stream has waited for in the allocator, because the script may release
   // gradients now.
   void leave() noexcept;
 

@@ -80,7 +80,7 @@ void Reducer::take_hooked() {
   auto next = results.begin();
   for (auto& [bucket, buffer, home, elsewhere] : hooked_) {
     const auto& result = *next++;
-    TORCH_CHECK_VALUE(result.numel() == home.numel(), "the communication hook made ", result.numel(),
+    TORCH_CHECK_VALUE(result.numel() == home.numel(), "the communication hook returned ", result.numel(),
                       " elements of bucket ", bucket->index(), ", which has ", home.numel());
     if (result.const_data_ptr() != home.const_data_ptr()) home.copy_(result.view({-1}));
     for (auto& [gradient, place] : elsewhere) gradient.copy_(place);

@@ -157,10 +157,10 @@ void Reducer::mark_ready(std::size_t index, const at::Tensor& gradient, bool use
 at::Tensor Reducer::view_of(std::size_t index, rust::Box<SlotLease> lease) const {
   const auto& watched = watched_[index];
   void* data = lease->ptr();
-  const auto give_back = [](void* raw) { rust::Box<SlotLease>::from_raw(static_cast<SlotLease*>(raw)); };
+  const auto drop_lease = [](void* raw) { rust::Box<SlotLease>::from_raw(static_cast<SlotLease*>(raw)); };
   return at::for_blob(data, watched.sizes)
       .strides(watched.strides)
-      .context(lease.into_raw(), give_back)
+      .context(lease.into_raw(), drop_lease)
       .options(watched.options)
       .make_tensor();
 }

@@ -69,15 +69,15 @@ std::vector<at::Tensor> average_sparse(const std::vector<at::Tensor>& gradients,
   const auto ranks = static_cast<int64_t>(group_size(static_cast<std::uint64_t>(group)));
   std::vector<at::Tensor> mine;
   auto header = at::zeros({count, NumColumns}, at::kLong);
-  auto said = header.accessor<int64_t, 2>();
+  auto values = header.accessor<int64_t, 2>();
   for (const auto i : c10::irange(count)) {
     const auto& gradient = gradients[static_cast<std::size_t>(i)];
     mine.push_back(gradient.defined() && gradient.is_sparse() ? gradient.coalesce() : gradient);
     if (!gradient.defined()) continue;
-    said[i][Kind] = gradient.is_sparse() ? Sparse : Dense;
+    values[i][Kind] = gradient.is_sparse() ? Sparse : Dense;
     if (!gradient.is_sparse()) continue;
-    said[i][Entries] = mine.back()._nnz();
-    said[i][SparseDimensions] = mine.back().sparse_dim();
+    values[i][Entries] = mine.back()._nnz();
+    values[i][SparseDimensions] = mine.back().sparse_dim();
   }
   auto headers = at::empty({ranks, count, NumColumns}, at::kLong);
   run_now(all_gather_single(headers.view({ranks * count, NumColumns}), header, group));

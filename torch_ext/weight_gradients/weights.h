@@ -45,7 +45,7 @@ class WeightGradients : public torch::CustomClassHolder {
  private:
   std::shared_ptr<Pending> pending_;
   std::vector<at::Tensor> leaves_;
-  // Those of `leaves_` that had no gradient when the backward began.
+  // The leaves in `leaves_` that had no gradient when the backward began.
   std::vector<at::Tensor> fresh_;
   int64_t size_ = 0;
 };

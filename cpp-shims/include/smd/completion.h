@@ -31,7 +31,7 @@ class Completion {
   virtual void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) {
     (void)rows;
     (void)outputs;
-    throw std::logic_error("this operation does not make its outputs");
+    throw std::logic_error("this operation does not allocate its outputs");
   }
 };
 

@@ -29,7 +29,7 @@ class PlacedSlots {
   }
 
   // Frees a slot; false if the memory is not a slot.
-  bool give_back(void* data) {
+  bool release(void* data) {
     // A slot is counted before its address is returned, so it cannot be freed before it is counted.
     if (count_.load(std::memory_order_relaxed) == 0) return false;
     const std::lock_guard lock(mutex_);

@@ -1,8 +1,8 @@
-"""The parts that the Keras modules on TensorFlow share.
+"""Code that the Keras modules on TensorFlow share.
 
 ``horovod.keras`` serves the ``keras`` package, ``horovod.tensorflow.keras`` the package that ``tf.keras`` is. A
 distributed optimizer is a view of the given one (``smdistributed/dataparallel/tensorflow/optimizer.py``). Gradients are
-reduced once a step: what one of its methods has reduced, another one takes as it is.
+reduced once a step: a method does not reduce gradients that another method has reduced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.keras_loading import meanings
+from horovod.common.keras_loading import objects_by_name
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow import collectives, functions, mpi_ops
 from horovod.tensorflow.compression import Compression
@@ -29,7 +29,7 @@ CallableList = compat.CallableList
 
 GradientsAndVariables = Iterable[tuple[Any, Any]]
 
-# Options of each distributed optimizer; not stored in an attribute, which Keras would track and save.
+# The helpers of distributed optimizers; not stored in an attribute, which Keras would track and save.
 _helpers: weakref.WeakKeyDictionary[Any, LocalGradientAggregationHelper] = weakref.WeakKeyDictionary()
 
 
@@ -103,7 +103,7 @@ class _Methods(views.Methods):
         mark_reduced(reduced)
         return reduced
 
-    def _taken_as_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
+    def _mark_pairs_reduced(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Any]]:
         """Return gradients that the caller has reduced itself."""
         pairs = list(grads_and_vars)
         tensors = [
@@ -156,7 +156,7 @@ class _Keras3(_Methods, views.Keras3):
         **kwargs: Any,
     ) -> Any:
         if skip_gradients_aggregation or not experimental_aggregate_gradients:
-            grads_and_vars = self._taken_as_reduced(grads_and_vars)
+            grads_and_vars = self._mark_pairs_reduced(grads_and_vars)
         return super().apply_gradients(grads_and_vars)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
@@ -433,7 +433,7 @@ def reducescatter(backend: Any, value: Any, name: str | None, op: int) -> Any:
 
 
 def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
-    """Give all global variables of a graph of TensorFlow 1 the root's values.
+    """Broadcast the root's values to all global variables of a graph of TensorFlow 1.
 
     Args:
         backend: Ignored.
@@ -464,14 +464,14 @@ def load_model(
         keras: The package that loads it.
         wrap_optimizer: Makes an optimizer distributed.
         optimizer_modules: Where optimizers are looked for by name.
-        filepath: What was saved.
+        filepath: Path of the saved model.
         custom_optimizers: The script's own.
-        custom_objects: What the script's names mean; they come first.
+        custom_objects: Custom classes and functions by name; they take precedence.
 
     Returns:
         The model.
     """
-    objects = meanings(optimizer_modules, custom_optimizers, custom_objects)
+    objects = objects_by_name(optimizer_modules, custom_optimizers, custom_objects)
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not views.is_distributed(model.optimizer):
         model.optimizer = wrap_optimizer(model.optimizer)

@@ -31,19 +31,19 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     """An optimizer that reduces gradients over the ranks before it applies them.
 
     Args:
-        optimizer: Of Keras 3 or tf_keras, also a legacy one.
-        name: Of the optimizer; by default ``Distributed`` and the class's name.
+        optimizer: An optimizer of Keras 3 or tf_keras, also a legacy one.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
         device_dense: Where gradients are reduced; by default TensorFlow chooses.
         device_sparse: Where ``tf.IndexedSlices`` are gathered.
         compression: How gradients travel.
         sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first.
-        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
+        gradient_predivide_factor: For averages: gradients are divided by it before the sum, and by the rest after it.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: How many gradients each rank sums before they are reduced and applied.
         average_aggregated_gradients: Whether these sums are divided by their number.
         num_groups: Deprecated: `groups`.
         groups: How many groups of gradients are reduced together each; or lists of variables that are.
-        process_set: Whose ranks.
+        process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
     Returns:
@@ -132,7 +132,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Give all global variables of a graph of TensorFlow 1 the root's values.
+    """Broadcast the root's values to all global variables of a graph of TensorFlow 1.
 
     Args:
         root_rank: Rank in the world whose values are sent.

@@ -85,7 +85,7 @@ class Engine:
 
     @staticmethod
     def broadcast(variables: Sequence[tf.Variable], root_rank: int, device: str) -> None:
-        """Give all ranks the root's values.
+        """Broadcast the root's values to all ranks.
 
         Args:
             variables: The variables.

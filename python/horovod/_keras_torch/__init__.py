@@ -16,7 +16,7 @@ import keras
 import torch
 
 from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
-from horovod.common.keras_loading import meanings
+from horovod.common.keras_loading import objects_by_name
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
 from horovod.torch import mpi_ops
@@ -25,7 +25,7 @@ from horovod.torch.mpi_ops import Average, Sum
 from smdistributed import _core
 from smdistributed._common import keras3, replicas, views
 
-# Whether this rank has to reduce gradients. False where a caller has reduced them already.
+# Whether gradients are to be reduced; `False` where a caller has reduced them already.
 _reduces: ContextVar[bool] = ContextVar("_reduces", default=True)
 
 # The number that Keras appends to a name that is in use.
@@ -52,8 +52,8 @@ class _Options:
         self.process_set, self.scale_local = process_set, scale_local
         #: The ids of variables whose gradients are not reduced.
         self.local: set[int] = set()
-        #: Id of the session whose ranks have been told which variables are trained.
-        self.told: int | None = None
+        #: Id of the session in which the variables were compared between the ranks.
+        self.checked_session: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
         # Copies of an optimizer share variables and process sets.
@@ -69,7 +69,7 @@ class _Sums:
 
     @torch.no_grad()
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One more pass. The gradients stay the caller's, who may write to them afterwards."""
+        """Add the gradients of one more pass. The caller may write to them afterwards."""
         self.count += 1
         self.sums += [None] * (len(gradients) - len(self.sums))
         for place, gradient in enumerate(gradients):
@@ -173,13 +173,13 @@ class _Methods(keras3.Reducing):
         return results
 
     def _smd_compare_replicas(self, variables: Sequence[Any]) -> None:
-        """Tell the other ranks the values of the variables, in the first step; the first rank warns if they differ."""
+        """Compare the variables with those of other ranks, in the first step. The first rank warns if they differ."""
         options, session = self._smd_options, _core.session_id()
-        if options.told == session:
+        if options.checked_session == session:
             return
-        options.told = session
+        options.checked_session = session
         tensors = [variable.value.detach().reshape(-1)[: replicas.SAMPLE].cpu().contiguous() for variable in variables]
-        replicas.tell(
+        replicas.report(
             [(tuple(variable.shape), str(variable.dtype)) for variable in variables],
             [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors],
             options.process_set.ranks or range(mpi_ops.size()),
@@ -271,19 +271,19 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        optimizer: Of Keras 3.
-        name: Of the optimizer; by default ``Distributed`` and the class's name.
+        optimizer: An optimizer of Keras 3.
+        name: Name of the optimizer; by default ``Distributed`` and the class's name.
         device_dense: Not needed: gradients are reduced where they are.
         device_sparse: Not needed: Keras has no sparse gradients on PyTorch.
         compression: How gradients travel.
         sparse_as_dense: As `device_sparse`.
-        gradient_predivide_factor: Of an average: divide by it before, and by the rest after the sum.
+        gradient_predivide_factor: For averages: gradients are divided by it before the sum, and by the rest after it.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: How many gradients each rank sums before they are reduced and applied.
         average_aggregated_gradients: Whether these sums are divided by their number.
         num_groups: Deprecated: `groups`.
         groups: How many groups of gradients are reduced together each; or lists of variables that are.
-        process_set: Whose ranks.
+        process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
     Returns:
@@ -291,7 +291,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         ValueError: The arguments are not acceptable.
-        TypeError: It is no optimizer of Keras 3.
+        TypeError: ``optimizer`` is not an optimizer of Keras 3.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of Keras 3")
@@ -485,7 +485,7 @@ def load_model(
     """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
-        filepath: What was saved; readable on every rank.
+        filepath: Path of the saved model; readable on every rank.
         custom_optimizers: Classes of the script's own optimizers.
         custom_objects: Classes and functions of the script, by name; a function of options stands for the class of what
             it makes.
@@ -495,7 +495,7 @@ def load_model(
     Returns:
         The model; its optimizer has the saved state.
     """
-    objects = meanings([keras.optimizers], custom_optimizers, custom_objects)
+    objects = objects_by_name([keras.optimizers], custom_optimizers, custom_objects)
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None and not is_distributed(model.optimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)

@@ -95,7 +95,7 @@ class Engine:
     @staticmethod
     @torch.no_grad()
     def broadcast(variables: Sequence[keras.Variable], root_rank: int, device: str = "") -> None:
-        """Give all ranks the root's values, in place.
+        """Broadcast the root's values to all ranks, in place.
 
         Args:
             variables: The variables.

@@ -58,13 +58,13 @@ class KerasState(ObjectState):
         self._save_model()
         super().sync()
 
-    def _what_is_saved(self) -> Any:
-        return self._values, super()._what_is_saved()
+    def _committed_state(self) -> Any:
+        return self._values, super()._committed_state()
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         self._values, objects = saved
         self._restore_model()
-        super()._take(objects)
+        super()._restore_saved(objects)
 
     def _variables(self) -> list[keras.Variable]:
         return [*Engine.variables_of(self.model), *Engine.variables_of(self.optimizer)]

@@ -1,4 +1,4 @@
-"""Joining the job, and questions about this process's place in it."""
+"""Starts and ends sessions, and returns ranks, sizes and capabilities of this process."""
 
 from __future__ import annotations
 
@@ -80,19 +80,20 @@ class HorovodBasics:
             raise ValueError(
                 f"Horovod initialization failed: `process_sets` is {sets}: expected a list of ProcessSet objects"
             )
-        made_of_communicators = [one for one in sets if one.mpi_comm is not None]
-        if made_of_communicators and not _is_communicator(comm):
+        from_communicators = [one for one in sets if one.mpi_comm is not None]
+        if from_communicators and not _is_communicator(comm):
             raise NotImplementedError(
-                "process sets from communicators need a world from one: `init(comm=MPI.COMM_WORLD, process_sets=...)`"
+                "process sets from communicators need a world from a communicator: `init(comm=MPI.COMM_WORLD, "
+                "process_sets=...)`"
             )
         try:
-            start, patience = time.monotonic(), float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS"))
+            start, timeout = time.monotonic(), float(_core.setting("SMD_ELASTIC_TIMEOUT_SECONDS"))
             while True:
                 joins = not _core.is_initialized()
                 if joins and driven.is_driven():
-                    driven.join(patience)
+                    driven.join(timeout)
                 elif joins:
-                    driven.meet()
+                    driven.set_rendezvous()
                     lifecycle.init()
                     _start_mpi()
                 try:
@@ -100,12 +101,12 @@ class HorovodBasics:
                     break
                 except RuntimeError as error:
                     others = joins and driven.is_elastic() and may_pass(error)
-                    if not others or time.monotonic() - start > patience:
+                    if not others or time.monotonic() - start > timeout:
                         raise
-                    # Another worker died early: this one takes part in the next session.
+                    # Another worker died early. This worker joins the next session.
                     self.shutdown()
         except RemovedError as error:
-            # The host was removed from the job, which is no failure of this process.
+            # The host was removed from the job, which is not a failure of this process.
             print(error, file=sys.stderr)
             sys.exit(0)
         except RuntimeError as error:
@@ -122,8 +123,8 @@ class HorovodBasics:
         # At first, all ranks compare their process sets, also ranks without any.
         if sets or first:
             lists = [one.ranks or [] for one in sets if one.mpi_comm is None]
-            made_of_communicators = [one for one in sets if one.mpi_comm is not None]
-            _core.register_process_sets(lists + _all_groups(made_of_communicators, comm))
+            from_communicators = [one for one in sets if one.mpi_comm is not None]
+            _core.register_process_sets(lists + _all_groups(from_communicators, comm))
         # A rank that never calls a collective can then be reported as missing by name.
         _core.start_negotiation()
 
@@ -220,7 +221,7 @@ class HorovodBasics:
         """Return whether every host has the same number of processes.
 
         Returns:
-            Whether it has.
+            ``True`` if every host has the same number of processes.
 
         Raises:
             ValueError: ``init()`` was not called.
@@ -231,7 +232,7 @@ class HorovodBasics:
         """Return whether any thread may call MPI.
 
         Returns:
-            Whether it may.
+            ``True`` if any thread may call MPI.
 
         Raises:
             ValueError: The job does not run under MPI, or ``init()`` was not called.
@@ -247,7 +248,7 @@ class HorovodBasics:
         MPI moves tensors between hosts; the core does the rest itself.
 
         Returns:
-            Whether both hold.
+            ``True`` if both conditions hold.
         """
         return self.is_initialized() and _any_thread is not None
 
@@ -305,7 +306,7 @@ class HorovodBasics:
         """Return whether there is a CUDA driver with a device.
 
         Returns:
-            Whether there is.
+            ``True`` if there is one.
         """
         return environment.has_cuda()
 
@@ -320,7 +321,7 @@ class HorovodBasics:
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
         """Begin a timeline, in place of one that is being written. Rank 0 writes it; all ranks may call this.
 
-        If the file cannot be written, rank 0's log says so, and nothing else happens.
+        If the file cannot be written, rank 0 logs the error and continues without a timeline.
 
         Args:
             file_path: The file, which opens in Perfetto and Chrome. The same file as before changes nothing.
@@ -462,7 +463,7 @@ def _world_ranks(comm: Any) -> list[int] | None:
         return _communicator_ranks(comm)
     if isinstance(comm, (list, tuple, range)):
         if not all(isinstance(rank, numbers.Integral) and int(rank) >= 0 for rank in comm):
-            raise ValueError(f"Invalid type of argument comm: {comm!r} is no list of ranks")
+            raise ValueError(f"Invalid type of argument comm: {comm!r} is not a list of ranks")
         return [int(rank) for rank in comm] or None
     if hasattr(comm, "Get_rank"):
         raise ValueError("Horovod has not been built with MPI support for communicators that are not mpi4py's")
@@ -475,9 +476,9 @@ def warn_once(text: str) -> None:
     Args:
         text: The text; another text is another warning.
     """
-    if text not in _said:
-        _said.add(text)
+    if text not in _warned_texts:
+        _warned_texts.add(text)
         warnings.warn(text, stacklevel=3)
 
 
-_said: set[str] = set()
+_warned_texts: set[str] = set()

@@ -1,10 +1,10 @@
 """Rendezvous of workers whose launcher has a key-value store.
 
-If a script's own ``ElasticDriver`` drives the job, its workers get their ranks from the store before each session. The
-ranks of other workers are fixed.
+In a job that a script's own ``ElasticDriver`` drives, workers get their ranks from the store before each session. In
+other jobs the ranks are fixed.
 
-In both cases, rank 0 writes an address to the store, at which the other ranks connect to it. In an elastic job, the
-scope of this key is emptied before each session.
+In both cases, rank 0 writes its address to the store, and the other ranks connect to it. In an elastic job, the driver
+removes this key before each session.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from smdistributed._common.errors import RemovedError
 _STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _SLOT = ("HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK")
 _PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE")
-# Key of rank 0's address, and the interval at which other ranks look for it.
-_SCOPE, _KEY = "global", "meeting"
-_LOOK_S = 0.05
+# Key of rank 0's address, and the interval in seconds at which other ranks poll for it.
+_SCOPE, _KEY = "global", "rendezvous"
+_POLL_SECONDS = 0.05
 
-# The driver's name for this worker, which stays the same when the worker's place changes.
+# The driver's name for this worker: the host and the slot in which it was started. Its rank may change.
 _slot: tuple[str, str] | None = None
 
 # For fixed ranks: the number of sessions so far, which is equal on all of them.
-_meetings = itertools.count()
-_is_met = False
+_num_sessions = itertools.count()
+_has_set_address = False
 
 
 def is_driven() -> bool:
-    """Return whether a script's own driver drives this process. Workers of `horovodrun` get their places from the core.
+    """Return whether a script's own driver drives this process.
+
+    Under `horovodrun`, the core assigns the ranks instead.
 
     Returns:
-        ``True`` if a script's own driver drives this process.
+        ``True`` if the ranks come from that driver's store.
     """
     environ = os.environ
-    told = all(environ.get(name) for name in (*_STORE, *_SLOT))
-    return told and environ.get("HOROVOD_ELASTIC") == "1" and not environ.get("SMD_WORKER")
+    is_set = all(environ.get(name) for name in (*_STORE, *_SLOT))
+    return is_set and environ.get("HOROVOD_ELASTIC") == "1" and not environ.get("SMD_WORKER")
 
 
 def is_elastic() -> bool:
     """Return whether workers of this process's job may join and leave, under `horovodrun` or a driver of the script.
 
     Returns:
-        Whether they may.
+        ``True`` if workers may join and leave.
     """
     return bool(os.environ.get("SMD_WORKER")) or is_driven()
 
@@ -60,7 +62,7 @@ def slot() -> tuple[str, str]:
     """Return the host and the number on it by which the driver knows this worker.
 
     Returns:
-        Both, as in the environment at the first call.
+        The host and the number, as they were in the environment at the first call.
     """
     global _slot
     if _slot is None:
@@ -68,42 +70,43 @@ def slot() -> tuple[str, str]:
     return _slot
 
 
-def meet() -> None:
+def set_rendezvous() -> None:
     """Set the address at which the ranks of a job with fixed ranks connect to rank 0.
 
-    It comes from the launcher's store. Nothing is set if there is no store, or if the environment has the address.
+    The address comes from the launcher's store. Nothing is set if there is no store, or if the environment already has
+    an address.
 
     Raises:
-        RuntimeError: The store does not answer, or its answer is not valid.
+        RuntimeError: The store does not answer, or its answer is invalid.
     """
     from horovod.runner.common.util import secret
     from horovod.runner.http import http_client
 
-    global _is_met
+    global _has_set_address
     environ = os.environ
     has_store = all(environ.get(name) for name in (*_STORE, *_PLACE, secret.HOROVOD_SECRET_KEY))
-    if not has_store or environ.get("SMD_RENDEZVOUS") or (environ.get("MASTER_ADDR") and not _is_met):
+    if not has_store or environ.get("SMD_RENDEZVOUS") or (environ.get("MASTER_ADDR") and not _has_set_address):
         return
     address, port = environ[_STORE[0]], int(environ[_STORE[1]])
-    key = f"{_KEY}.{next(_meetings)}"
+    key = f"{_KEY}.{next(_num_sessions)}"
     try:
         if environ[_PLACE[0]] == "0":
-            meeting = _own_address(address, port)
-            http_client.request("PUT", address, port, _SCOPE, key, json.dumps(meeting).encode())
+            rendezvous = _own_address(address, port)
+            http_client.request("PUT", address, port, _SCOPE, key, json.dumps(rendezvous).encode())
         else:
-            patience = float(_core.setting("SMD_INIT_TIMEOUT_SECONDS"))
-            meeting = _meeting(http_client.request, address, port, key, patience)
+            timeout = float(_core.setting("SMD_INIT_TIMEOUT_SECONDS"))
+            rendezvous = _fetch_rendezvous(http_client.request, address, port, key, timeout)
     except OSError as error:
         raise RuntimeError(f"the store at {address}:{port} does not answer: {error}") from None
-    environ.update(_at(meeting))
-    _is_met = True
+    environ.update(_at(rendezvous))
+    _has_set_address = True
 
 
-def join(patience: float) -> None:
+def join(timeout: float) -> None:
     """Join the next session; try again if it fails because another worker has ended during the rendezvous.
 
     Args:
-        patience: Seconds after the first attempt in which further attempts are made.
+        timeout: Seconds for which the session is retried.
 
     Raises:
         RemovedError: This worker is not part of the job any more.
@@ -111,18 +114,18 @@ def join(patience: float) -> None:
     """
     start = None
     while True:
-        _enter(patience)
+        _enter(timeout)
         start = start or time.monotonic()
         try:
             return lifecycle.init()
         except RuntimeError as error:
-            if not may_pass(error) or time.monotonic() - start > patience:
+            if not may_pass(error) or time.monotonic() - start > timeout:
                 raise
             # Another worker ended before the session had begun.
             lifecycle.shutdown()
 
 
-def _enter(patience: float) -> None:
+def _enter(timeout: float) -> None:
     """Wait for the next session, and set the variables with this process's rank in it and rank 0's address."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http import http_client, http_server
@@ -133,12 +136,12 @@ def _enter(patience: float) -> None:
         answer = http_client.request("GET", address, port, http_server.RANK_AND_SIZE, f"{host}:{number}")
         place = SlotInfo.from_response_string(answer.decode())
         if place.rank < 0:
-            raise RemovedError(f"{host}[{number}] has no place in the job any more")
+            raise RemovedError(f"{host}[{number}] has no slot in the job any more")
         if place.rank == 0:
-            meeting = _own_address(address, port)
-            http_client.request("PUT", address, port, _SCOPE, _KEY, json.dumps(meeting).encode())
+            rendezvous = _own_address(address, port)
+            http_client.request("PUT", address, port, _SCOPE, _KEY, json.dumps(rendezvous).encode())
         else:
-            meeting = _meeting(http_client.request, address, port, _KEY, patience)
+            rendezvous = _fetch_rendezvous(http_client.request, address, port, _KEY, timeout)
     except OSError as error:
         raise RuntimeError(f"the store at {address}:{port} does not answer: {error}") from None
     found = {
@@ -149,14 +152,14 @@ def _enter(patience: float) -> None:
         "HOROVOD_CROSS_RANK": place.cross_rank,
         "HOROVOD_CROSS_SIZE": place.cross_size,
     }
-    os.environ.update({name: str(value) for name, value in found.items()} | _at(meeting))
+    os.environ.update({name: str(value) for name, value in found.items()} | _at(rendezvous))
 
 
-def _at(meeting: list[Any]) -> dict[str, str]:
+def _at(rendezvous: list[Any]) -> dict[str, str]:
     """Return variables with rank 0's address and the secret by which the ranks authenticate each other."""
     from horovod.runner.common.util import secret
 
-    host, port = meeting
+    host, port = rendezvous
     proof = secret.from_environment()
     found = {"MASTER_ADDR": str(host), "MASTER_PORT": str(port)}
     if proof is not None:
@@ -175,8 +178,8 @@ def _own_address(store: str, port: int) -> list[Any]:
         return [host, server.getsockname()[1]]
 
 
-def _meeting(request: Any, address: str, port: int, key: str, patience: float) -> list[Any]:
-    deadline = time.monotonic() + patience
+def _fetch_rendezvous(request: Any, address: str, port: int, key: str, timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
     while True:
         try:
             return json.loads(request("GET", address, port, _SCOPE, key))
@@ -184,7 +187,7 @@ def _meeting(request: Any, address: str, port: int, key: str, patience: float) -
             # The key does not exist yet.
             if time.monotonic() > deadline:
                 raise
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_SECONDS)
 
 
 def listen(manager: Any) -> None:

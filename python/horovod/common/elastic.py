@@ -13,27 +13,27 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from horovod.common import driven
+from horovod.common.commit_files import CommitFiles
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, ScalarError, at_execution
-from horovod.common.kept import Kept
 from smdistributed import _core
 
 
 class WorkerNotificationManager:
-    """Tells states when hosts join or leave an elastic job."""
+    """Notifies states when hosts join or leave an elastic job."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []
         self._thread: threading.Thread | None = None
-        # Set by drivers that scripts bring themselves.
-        self._is_told = False
+        # Whether this worker has registered with the driver of a script.
+        self._is_registered = False
         self._stopping = threading.Event()
 
     def init(self) -> None:
         """Begin to listen to the launcher, if it sends notices; do nothing the second time."""
-        if driven.is_driven() and not self._is_told:
+        if driven.is_driven() and not self._is_registered:
             driven.listen(self)
-            # A failed notice to the driver is repeated with the next one.
-            self._is_told = True
+            # If `listen` raises, the next call of this method tries again.
+            self._is_registered = True
         if self._thread is not None or not os.environ.get("SMD_WORKER"):
             return
         self._thread = threading.Thread(target=self._listen, name="horovod-hosts", daemon=True)
@@ -99,7 +99,7 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
-        self._kept: Kept | None = None
+        self._commit_files: CommitFiles | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Register functions that are called, in order, after a reset and before the state is synchronized.
@@ -128,8 +128,8 @@ class State:
     def commit(self) -> None:
         """Save the state, and call :meth:`check_host_updates`."""
         self.save()
-        if self._kept is not None:
-            self._kept.write(self._what_is_saved)
+        if self._commit_files is not None:
+            self._commit_files.write(self._committed_state)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -149,11 +149,11 @@ class State:
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
 
-    def _what_is_saved(self) -> Any:
-        """Return the saved state, to be restored with :meth:`_take` in another process."""
+    def _committed_state(self) -> Any:
+        """Return the saved state, to be restored with :meth:`_restore_saved` in another process."""
         return None
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         """Return to a state that another process has saved."""
 
     def save(self) -> None:
@@ -203,10 +203,10 @@ class ObjectState(State):
         """Return to the saved objects."""
         self._set_attrs()
 
-    def _what_is_saved(self) -> Any:
+    def _committed_state(self) -> Any:
         return self._saved_state
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         self._saved_state = saved
         self._set_attrs()
 
@@ -241,7 +241,7 @@ def run_fn(
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         notification_manager.init()
         notification_manager.register_listener(state)
-        kept = state._kept = Kept()
+        files = state._commit_files = CommitFiles()
         skip_sync = False
         is_first, is_reset_due = True, False
         # New workers synchronize, and so do ranks that have seen a failure: a rank cannot know whether all others
@@ -256,14 +256,14 @@ def run_fn(
                             state.on_reset()
                             is_reset_due = False
                         if is_first:
-                            saved = kept.read(state._bcast_object)
+                            saved = files.read(state._bcast_object)
                             is_first = False
                             if saved is not None:
-                                state._take(saved)
+                                state._restore_saved(saved)
                         if not skip_sync:
                             state.sync()
                         result = func(state, *args, **kwargs)
-                        kept.forget()
+                        files.remove()
                         return result
                 except ScalarError:
                     raise

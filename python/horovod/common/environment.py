@@ -9,7 +9,7 @@ import warnings
 
 from smdistributed import _core
 
-# Supported: the core reads those that are settings, launchers read the others.
+# Supported variables: settings, which the core reads, and variables of launchers.
 _KNOWN = {
     "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "FUSION_THRESHOLD",
     "CACHE_CAPACITY", "DYNAMIC_PROCESS_SETS", "TIMELINE", "TIMELINE_MARK_CYCLES", "AUTOTUNE", "AUTOTUNE_LOG",
@@ -31,7 +31,7 @@ def check() -> None:
     """Warn once of variables that have no effect here.
 
     Raises:
-        ValueError: A variable asks for something that is not supported.
+        ValueError: A variable has an unsupported value.
     """
     controller = os.environ.get("HOROVOD_CONTROLLER", "")
     if controller.lower() not in ("", "gloo", "mpi"):
@@ -61,7 +61,7 @@ def has_mpi() -> bool:
     """Return whether there is a plug-in for this host's MPI, or one can be compiled.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     try:
         return bool(_core.mpi_plugin())
@@ -87,7 +87,7 @@ def nccl_version() -> int:
 
 
 def _bundled(package: str, file: str) -> list[str]:
-    """Return where a package of NVIDIA's wheels has a library; `None` if it is not installed."""
+    """Return possible paths of a library in a package of NVIDIA's wheels; an empty list if it is not installed."""
     import importlib.util
 
     try:
@@ -102,7 +102,7 @@ def has_cuda() -> bool:
     """Return whether there is a CUDA driver with a device.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What Keras 3 runs on."""
+"""The backend of Keras 3."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class _Callback(_Base):
 
 
 class BroadcastGlobalVariablesCallbackImpl(_Callback):
-    """Give all ranks the model's and the optimizer's variables of one rank, once.
+    """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
     Args:
         backend: Ignored.
@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
         self._local_variables.add(self.engine.key(variable))
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcast variables that exist on all ranks; one rank may have loaded more than others have created.
+        """Broadcast variables that exist on all ranks. A rank may have loaded variables that others have not created.
 
         Args:
             logs: Ignored.
@@ -105,7 +105,7 @@ class MetricAverageCallbackImpl(_Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Average ``logs``, in place; entries that are no numbers are unchanged.
+        """Average ``logs``, in place; entries that are not numbers are unchanged.
 
         Args:
             epoch: The epoch, for errors.
@@ -117,9 +117,9 @@ class MetricAverageCallbackImpl(_Callback):
         if logs is None or self.engine.size() == 1:
             return
         names = sorted(name for name, value in logs.items() if is_number(value))
-        everybodys = self.engine.gather(names, "metric_average.names")
-        if any(others != names for others in everybodys):
-            listed = ", ".join(f"rank {rank}: {others}" for rank, others in enumerate(everybodys))
+        names_by_rank = self.engine.gather(names, "metric_average.names")
+        if any(others != names for others in names_by_rank):
+            listed = ", ".join(f"rank {rank}: {others}" for rank, others in enumerate(names_by_rank))
             raise ValueError(f"ranks have different metrics at the end of epoch {epoch}: {listed}")
         if names:
             averages = self.engine.average([float(logs[name]) for name in names], "metric_average", self.device)
@@ -242,7 +242,7 @@ class LearningRateScheduleCallbackImpl(_Callback):
             logs: Ignored.
 
         Raises:
-            ValueError: Neither Keras nor ``steps_per_epoch`` says it.
+            ValueError: Neither Keras nor ``steps_per_epoch`` gives the number.
         """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self._autodetect_steps_per_epoch()
@@ -364,8 +364,8 @@ def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
 
     Args:
         keras: The package.
-        module: Module that the classes belong to, unless they were defined for another one before.
-        engine: Does what depends on the framework.
+        module: ``__module__`` of the classes; ignored if the classes were defined before.
+        engine: The framework's functions for variables and collectives.
 
     Returns:
         The classes.
@@ -378,15 +378,15 @@ def define(keras: Any, module: str, engine: Any) -> SimpleNamespace:
 
 def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
     class BroadcastGlobalVariablesCallback(_Batches, BroadcastGlobalVariablesCallbackImpl, base):
-        """Give all ranks the model's and the optimizer's variables of one rank, once.
+        """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
         Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the
         first batch, because layers and optimizers create variables in it.
 
         Args:
-            root_rank: Whose values.
-            device: Where they are sent from; by default TensorFlow chooses.
-            local_variables: A variable or a list of them: those that keep each rank's own values.
+            root_rank: The rank whose values are broadcast.
+            device: Device from which values are sent; by default TensorFlow chooses.
+            local_variables: A variable or a list of variables that keep each rank's own values.
 
         Raises:
             ValueError: `local_variables` is something else.
@@ -396,10 +396,10 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             super().__init__(keras.backend, root_rank, device, local_variables)
 
     class MetricAverageCallback(MetricAverageCallbackImpl, base):
-        """Averages the metrics of an epoch over the ranks. It has to come before callbacks that read them.
+        """Averages the metrics of an epoch over the ranks. It must precede callbacks that read metrics.
 
         Args:
-            device: Where they are reduced; by default TensorFlow chooses.
+            device: Device on which metrics are averaged; by default TensorFlow chooses.
         """
 
         def __init__(self, device: str = "") -> None:
@@ -412,10 +412,10 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             initial_lr: The learning rate that is multiplied.
             multiplier: A function of the epoch; or a number m, for m to the power of the epochs since `start_epoch`.
             start_epoch: The first epoch.
-            end_epoch: The first epoch that is left alone; ``None``: none.
+            end_epoch: The first epoch after the schedule; ``None`` for a schedule without end.
             staircase: Whether the rate changes once in an epoch, or at every batch, where the epoch is fractional.
             momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-            steps_per_epoch: Batches of an epoch, if Keras does not know.
+            steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
 
         Raises:
             ValueError: `initial_lr` is missing.
@@ -439,9 +439,9 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
 
         Args:
             initial_lr: The learning rate after the warm-up, such as ``0.001 * size()``.
-            warmup_epochs: How many epochs it takes.
+            warmup_epochs: Length of the warm-up in epochs.
             momentum_correction: Whether momentum, which holds earlier learning rates, follows when the rate changes.
-            steps_per_epoch: Batches of an epoch, if Keras does not know.
+            steps_per_epoch: Batches of an epoch; needed if Keras does not know the number.
             verbose: 1: rank 0 prints a line at the end.
         """
 
@@ -460,11 +460,11 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
         """``ModelCheckpoint`` of the best model so far, whose attribute ``filepath`` is set before training.
 
         Args:
-            monitor: Which metric says what is best.
-            verbose: 1: says when it saves.
+            monitor: The metric that is compared.
+            verbose: 1: prints a line at each save.
             save_weights_only: Whether only weights are saved.
-            mode: Whether less or more is better; ``auto`` guesses from the metric's name.
-            save_freq: When; see ``ModelCheckpoint``.
+            mode: ``min``, ``max``, or ``auto``, which derives it from the metric's name.
+            save_freq: When to save; see ``ModelCheckpoint``.
         """
 
         def __init__(
@@ -491,7 +491,7 @@ def _define(keras: Any, base: Any, module: str, engine: Any) -> SimpleNamespace:
             """Check that ``filepath`` is set.
 
             Raises:
-                ValueError: It is not.
+                ValueError: ``filepath`` is not set.
             """
             if self.filepath is None:
                 raise ValueError("BestModelCheckpoint: set `filepath` before training")

@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 
-def meanings(
+def objects_by_name(
     optimizer_modules: Iterable[Any], custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the ``custom_objects`` with which a model is loaded.

@@ -47,11 +47,11 @@ class ProcessSet:
             raise ValueError("a process set needs a list of process ranks or an mpi4py Comm object")
         ranks = list(ranks_or_comm)
         if not all(isinstance(rank, numbers.Integral) and not isinstance(rank, bool) for rank in ranks):
-            raise ValueError(f"{ranks} is no list of process ranks or an mpi4py Comm object")
+            raise ValueError(f"{ranks} is not a list of process ranks or an mpi4py Comm object")
         self.ranks = sorted(int(rank) for rank in ranks)
         if self.ranks and self.ranks[0] < 0:
             raise ValueError(
-                f"{ranks} is no list of process ranks or an mpi4py Comm object: {self.ranks[0]} is negative"
+                f"{ranks} is not a list of process ranks or an mpi4py Comm object: {self.ranks[0]} is negative"
             )
 
     def size(self) -> int | None:
@@ -69,7 +69,7 @@ class ProcessSet:
             The rank; ``None`` until the set is registered.
 
         Raises:
-            ValueError: This process is no member.
+            ValueError: This process is not a member.
         """
         return None if self.process_set_id is None else _core_basics()._process_set_rank(self.process_set_id)
 
@@ -145,8 +145,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     if process_set.mpi_comm is not None:
         raise NotImplementedError(
-            "process sets from communicators are made by `init(comm=MPI.COMM_WORLD, process_sets=...)`: "
-            "here, give their ranks"
+            "process sets from communicators are created by `init(comm=MPI.COMM_WORLD, process_sets=...)`: "
+            "here, pass their ranks"
         )
     process_set.process_set_id = _core_basics()._add_process_set_impl(process_set.ranks or [])
     return process_set

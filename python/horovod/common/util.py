@@ -54,10 +54,10 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
     Args:
         ext_base_name: The name, such as ``torch``.
-        verbose: Ignored.
+        verbose: Whether to print the result.
 
     Returns:
-        Whether it can.
+        ``True`` if the module can be used.
     """
     available = ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
     if verbose:
@@ -88,7 +88,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         verbose: Ignored.
 
     Returns:
-        ``True`` if a framework sees a GPU.
+        ``True`` if the framework sees a GPU.
     """
     if not extension_available(ext_base_name):
         return False
@@ -169,7 +169,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
         num_rank: The number.
 
     Returns:
-        ``True`` if a number of ranks is a power of two.
+        ``True`` for 1, 2, 4 and so on.
     """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
@@ -206,7 +206,7 @@ def is_iterable(x: object) -> bool:
         x: The object.
 
     Returns:
-        Whether it can.
+        ``True`` if the object can be iterated over.
     """
     return isinstance(x, Iterable)
 
@@ -219,7 +219,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         target: The other one, as ``a.b.c``.
 
     Returns:
-        ``True`` if a version is at least another one.
+        ``True`` if ``ver`` is at least ``target``.
 
     Raises:
         ValueError: ``target`` has another form.

@@ -1,4 +1,4 @@
-"""A loader of batches, and a mixin that loads ahead on a thread."""
+"""A loader of batches, and a mixin that prefetches on a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BaseDataLoader:
     """A loader of batches. Subclasses define ``__len__`` and ``_iterate``."""
 
     def __len__(self) -> int:
-        """Yield the batches of an epoch."""
+        """Return the number of batches of an epoch."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterator[Any]:
@@ -41,12 +41,12 @@ _Base: Any = object
 
 
 class AsyncDataLoaderMixin(_Base):
-    """Load ahead; put it before a :class:`BaseDataLoader` in the list of bases.
+    """Prefetch batches; the mixin precedes a :class:`BaseDataLoader` in the list of bases.
 
     One thread loads epoch after epoch into a queue.
 
     Args:
-        async_loader_queue_size: Most batches that wait; 0 loads on the script's thread.
+        async_loader_queue_size: Maximum number of queued batches; 0 loads on the script's thread.
         debug_data_loader: Accepted for compatibility, without effect.
         *args: Passed to the other bases.
         **kwargs: Passed to the other bases.
@@ -100,7 +100,7 @@ class AsyncDataLoaderMixin(_Base):
         """Yield the processed batches of an epoch.
 
         Raises:
-            Exception: What loading has raised.
+            Exception: The exception of the loader's thread.
         """
         if self.async_loader_queue_size <= 0:
             yield from super().__iter__()

@@ -10,7 +10,7 @@ from horovod.runner.places import Places
 
 
 class Coordinator:
-    """Gives workers their places, and serves the store in which ranks meet.
+    """Assigns ranks to workers, and serves the store through which the ranks connect.
 
     Args:
         settings: An object with ``verbose``, ``key``, ``nics`` and ``timeout_s``, such as a :class:`RaySettings`.
@@ -48,7 +48,7 @@ class Coordinator:
         self._places.add(node_id, world_rank)
 
     def finalize_registration(self) -> dict[int, dict[str, str]]:
-        """Assign the places of all workers.
+        """Assign the ranks of all workers.
 
         Returns:
             Variables of each rank.

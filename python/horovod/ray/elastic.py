@@ -22,7 +22,7 @@ from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.places import ElasticPlaces
 
 #: Seconds between checks of the events that end a worker.
-_LOOK_S = 0.2
+_POLL_SECONDS = 0.2
 
 
 class ClusterNodes:
@@ -72,7 +72,7 @@ class ClusterNodes:
         for name, node in nodes.items():
             if host in (name, node["NodeManagerAddress"], node["NodeManagerHostname"]):
                 return node
-        raise RuntimeError(f"host {host} is no node of the cluster: there are {sorted(nodes)}")
+        raise RuntimeError(f"host {host} is not a node of the cluster: there are {sorted(nodes)}")
 
 
 class RayHostDiscovery(HostDiscovery):
@@ -200,7 +200,7 @@ class ElasticJob:
         self, actor: Any, slot: SlotInfo, node: dict[str, Any], events: list[threading.Event], function: Any, queue: Any
     ) -> int:
         def outcome(reference: Any) -> Any:
-            while not ray.wait([reference], timeout=_LOOK_S)[0]:
+            while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
                 if any(event.is_set() for event in events):
                     return None
             return ray.get(reference)
@@ -236,7 +236,7 @@ class ElasticRayExecutor:
     """Runs a function as an elastic job of Horovod on a Ray cluster.
 
     Args:
-        settings: What :meth:`create_settings` returns.
+        settings: The result of :meth:`create_settings`.
         use_gpu: Whether workers get GPUs.
         cpus_per_slot: CPUs of each worker.
         gpus_per_slot: GPUs of each worker; 1 by default with ``use_gpu``.

@@ -1,4 +1,4 @@
-"""Where Ray places the workers of a job with a fixed number of them."""
+"""Placement of the workers of a Ray job with a fixed number of workers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Placement:
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Give the resources back."""
+        """Release the resources."""
         if self._is_own_group and self.placement_group is not None:
             remove_group(self.placement_group)
         self.placement_group = None

@@ -108,7 +108,7 @@ class FixedWorkers(Workers):
         executable_kwargs: dict[str, Any] | None = None,
         extra_env_vars: dict[str, str] | None = None,
     ) -> None:
-        """Start the workers and give them their places.
+        """Start the workers and assign their ranks.
 
         Args:
             executable_cls: Class of the object that :meth:`execute` passes to functions.
@@ -140,13 +140,13 @@ class FixedWorkers(Workers):
         order = rank_order(hosts)
         self.workers = [self.workers[worker] for worker in order]
         self._hosts = [hosts[worker] for worker in order]
-        meeting = self._places = Places(self.settings)
+        places_of_job = self._places = Places(self.settings)
         visible: dict[str, list[str]] = defaultdict(list)
         for rank, worker in enumerate(order):
-            meeting.add(hosts[worker], rank)
+            places_of_job.add(hosts[worker], rank)
             visible[nodes[worker]] += gpus[worker]
-        places = meeting.variables_by_rank()
-        common = meeting.start_store(ray.util.get_node_ip_address())
+        places = places_of_job.variables_by_rank()
+        common = places_of_job.start_store(ray.util.get_node_ip_address())
         common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.settings.timeout_s), **extra_env_vars}
         variables = []
         for rank, worker in enumerate(order):
@@ -232,7 +232,7 @@ class FixedWorkers(Workers):
         return gather([worker.execute.remote(fn)], self._hosts)[0]
 
     def shutdown(self) -> None:
-        """End the workers and give their resources back."""
+        """End the workers and release their resources."""
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
@@ -263,7 +263,7 @@ class RayExecutor:
     """Runs functions as the ranks of a job of Horovod on a Ray cluster.
 
     Args:
-        settings: What :meth:`create_settings` returns.
+        settings: The result of :meth:`create_settings`.
         num_workers: Number of workers, on as few nodes as possible.
         num_hosts: Number of nodes, with ``num_workers_per_host`` workers on each.
         num_workers_per_host: Workers of each node.
@@ -459,5 +459,5 @@ class RayExecutor:
         return self.workers.execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and give their resources back."""
+        """End the workers and release their resources."""
         self.workers.shutdown()

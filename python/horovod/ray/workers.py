@@ -111,4 +111,4 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End the workers and give their resources back."""
+        """End the workers and release their resources."""

@@ -11,7 +11,7 @@ from typing import Any
 from horovod.common.util import env
 
 
-class Desk:
+class FunctionServer:
     """Serves the function of a job to its processes and collects the results.
 
     Attributes:
@@ -28,10 +28,10 @@ class Desk:
         self.results: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self._task = task
-        self._server = PeerServer(self._take_result, "horovod-run")
+        self._server = PeerServer(self._serve_process, "horovod-run")
         self.port, self.key = self._server.port, self._server.key
 
-    def _take_result(self, connection: Connection) -> None:
+    def _serve_process(self, connection: Connection) -> None:
         import pickle
 
         try:
@@ -53,7 +53,7 @@ class Desk:
         Returns:
             The value by name.
         """
-        return {"HOROVOD_RUN_DESK": ":".join([*([host] if host else []), str(self.port), self.key.hex()])}
+        return {"HOROVOD_RUN_FUNCTION_SERVER": ":".join([*([host] if host else []), str(self.port), self.key.hex()])}
 
     def close(self) -> None:
         """Stop the server and close all connections."""
@@ -80,19 +80,19 @@ def run_function(options: argparse.Namespace, start: Callable[[argparse.Namespac
 
     options.executable = options.executable or sys.executable
     options.command = [options.executable, "-m", "horovod.runner.run_task"]
-    desk = Desk(pickle.dumps((options.run_func, (), {})))
+    server = FunctionServer(pickle.dumps((options.run_func, (), {})))
     try:
-        with env(**desk.variable()):
+        with env(**server.variable()):
             start(options)
     except RuntimeError as error:
-        if desk.failures:
-            rank = min(desk.failures)
-            raise RuntimeError(f"{error} Rank {rank}: {desk.failures[rank]!r}") from desk.failures[rank]
+        if server.failures:
+            rank = min(server.failures)
+            raise RuntimeError(f"{error} Rank {rank}: {server.failures[rank]!r}") from server.failures[rank]
         raise
     finally:
-        desk.close()
+        server.close()
     wanted = range(options.num_proc if options.min_num_proc is None else options.min_num_proc)
-    missing = [rank for rank in wanted if rank not in desk.results]
+    missing = [rank for rank in wanted if rank not in server.results]
     if missing:
         raise RuntimeError(f"no results came from rank(s) {missing}")
-    return [desk.results[rank] for rank in wanted]
+    return [server.results[rank] for rank in wanted]

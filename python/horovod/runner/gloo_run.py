@@ -1,4 +1,4 @@
-"""Jobs under the core's own launcher, `smdrun`, which takes the place of the original's Gloo."""
+"""Jobs under the core's own launcher, `smdrun`, which replaces the original's Gloo."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def is_here(host: str) -> bool:
         host: A name or an address.
 
     Returns:
-        ``True`` if a name is that of this host.
+        ``True`` if the name is this host's.
     """
     return _core.is_this_host(host)
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
-    """Return the variables that tell a process its place.
+    """Return the variables with the ranks of a process.
 
     Args:
-        slot_info: The place.
+        slot_info: The host and the ranks.
 
     Returns:
         Values by name.
@@ -144,7 +144,9 @@ def _smdrun(words: list[str], env: dict[str, str], settings: Any) -> int:
     return _core.smdrun(["smdrun", *words], sys.executable)
 
 
-def _reasoned(words: list[str], command: Sequence[str], env: dict[str, str], settings: Any) -> tuple[int, str | None]:
+def _smdrun_with_reason(
+    words: list[str], command: Sequence[str], env: dict[str, str], settings: Any
+) -> tuple[int, str | None]:
     """Run `smdrun`; return its exit code and the reason of a failure, if it has written one."""
     with tempfile.TemporaryDirectory() as folder:
         reason = Path(folder) / "reason"
@@ -180,9 +182,9 @@ def launch_gloo(
 
     Args:
         command: The command that each process runs.
-        exec_command: Runs a process to its end by other ways than ssh, in a thread of its own. It gets a command of the
-            shell, the process's :class:`SlotInfo`, and events; the first event that is set asks it to end the process.
-            It returns the exit code and the time of the end in seconds since 1970. The process needs the job's secret,
+        exec_command: Runs a process to its end by other means than ssh, in a thread of its own. It gets a command of
+            the shell, the process's :class:`SlotInfo`, and events; when one of them is set, it must end the process. It
+            returns the exit code and the time of the end in seconds since 1970. The process needs the job's secret,
             ``settings.key`` if there is one, in ``_HOROVOD_SECRET_KEY``, where this process has it meanwhile. With
             ``None`` the core's launcher starts processes, and needs neither ``nics`` nor ``server_ip``.
         settings: Settings of the job.
@@ -200,7 +202,7 @@ def launch_gloo(
     listed = parse_hosts(settings.hosts)
     words = ["-n", str(settings.num_proc), "--no-python", "--grace", "5", *_common(settings)]
     words += ["--hosts", ",".join(f"{host.hostname}:{host.slots}" for host in listed)]
-    code, reason = _reasoned(words, command, env, settings)
+    code, reason = _smdrun_with_reason(words, command, env, settings)
     if code == 0:
         return
     if reason is None:
@@ -219,7 +221,7 @@ def _first_failure(rank: Any, code: Any) -> RuntimeError:
 def _launch_by(
     exec_command: Any, command: Sequence[str], settings: Any, nics: Any, env: dict[str, str], server_ip: str
 ) -> None:
-    """Start all processes of a job, which meet through a store in this process."""
+    """Start all processes of a job, which connect through a store in this process."""
     slots = get_host_assignments(parse_hosts(settings.hosts), settings.num_proc, settings.num_proc)
     server, over = RendezvousServer(settings.verbose, settings.key), threading.Event()
     port = server.start()
@@ -310,7 +312,7 @@ def launch_gloo_elastic(
         words += ["--host-discovery-script", settings.discovery.script]
         slots = settings.discovery.default_slots
         words += ["--slots-per-host", str(slots)] if slots is not None else []
-    code, reason = _reasoned(words, command, env, settings)
+    code, reason = _smdrun_with_reason(words, command, env, settings)
     if code == 0:
         return
     raise _elastic_failure(reason or f"it ended with status code {code}")
@@ -330,7 +332,7 @@ def _launch_elastic_by(
     get_common_interfaces: Any,
     rendezvous: RendezvousServer,
 ) -> None:
-    """Start all processes of an elastic job, which ask a driver in this process for their places."""
+    """Start all processes of an elastic job, which get their ranks from a driver in this process."""
     driver = ElasticDriver(
         rendezvous,
         settings.discovery,

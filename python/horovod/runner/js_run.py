@@ -20,7 +20,7 @@ def is_jsrun_installed() -> bool:
     """Return whether there is a ``jsrun``.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return shutil.which("jsrun") is not None
 
@@ -54,13 +54,13 @@ def js_run(
     flags, _, _ = _get_mpi_implementation_flags(settings.tcp_flag, env=env)
     if flags is None:
         raise Exception(_MISSING_TEXT)
-    told = " ".join([*flags, *([settings.extra_mpi_args] if settings.extra_mpi_args else [])])
+    mpi_flags = " ".join([*flags, *([settings.extra_mpi_args] if settings.extra_mpi_args else [])])
     folder = shlex.quote(settings.output_filename) if settings.output_filename else None
     words = [
         "jsrun",
         settings.binding_args or f"--erf_input {generate_jsrun_rankfile(settings)}",
         *([f"--stdio_stderr {folder} --stdio_stdout {folder}"] if folder else []),
-        *([f"--smpiargs {shlex.quote(told)}"] if told else []),
+        *([f"--smpiargs {shlex.quote(mpi_flags)}"] if mpi_flags else []),
         *map(shlex.quote, command),
     ]
     line = " ".join(words)

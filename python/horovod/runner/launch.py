@@ -56,75 +56,102 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
 
     add("-v", "--version", action="version", version=horovod.__version__, help="the version")
     add("-np", "--num-proc", dest="num_proc", type=int, help="processes to start")
-    flag(parser, "-cb", "--check-build", dest="check_build", help="says what there is, and ends")
-    flag(parser, "--disable-cache", dest="disable_cache", help="checks of other hosts are done anew, not once an hour")
+    flag(
+        parser,
+        "-cb",
+        "--check-build",
+        dest="check_build",
+        help="print the available frameworks, controllers and operations, and exit",
+    )
+    flag(
+        parser, "--disable-cache", dest="disable_cache", help="check other hosts at each start instead of once an hour"
+    )
     add("--start-timeout", type=int, help="seconds until all processes must have joined; HOROVOD_START_TIMEOUT")
     add(
         "--network-interfaces",
         dest="nics",
         action=_SplitInterfaces,
-        help="interfaces for NCCL, with commas; by default those that hosts have in common",
+        help="comma-separated interfaces for NCCL; default: the interfaces that all hosts have",
     )
-    add("--network-interface", dest="nics", action=_SplitInterfaces, help="the same, one at a time")
-    add("--output-filename", help="a folder that gets what each process prints, too")
-    flag(parser, "--verbose", dest="verbose", help="says what is being done")
-    add("--config-file", help="YAML; options win")
+    add("--network-interface", dest="nics", action=_SplitInterfaces, help="one interface for NCCL; may be repeated")
+    add("--output-filename", help="folder for a copy of each process's output")
+    flag(parser, "--verbose", dest="verbose", help="print what is done")
+    add("--config-file", help="YAML file with options; options of the command line override it")
 
     ssh = parser.add_argument_group("other hosts")
     ssh.add_argument("-p", "--ssh-port", dest="ssh_port", type=int, help="port of ssh")
     ssh.add_argument("-i", "--ssh-identity-file", dest="ssh_identity_file", help="key for ssh")
 
-    add("--fusion-threshold-mb", type=int, help="what is ready together runs as one operation up to this size")
-    add("--cycle-time-ms", type=float, help="accepted; nothing waits for a cycle")
-    add("--cache-capacity", type=int, help="names that are remembered")
+    add("--fusion-threshold-mb", type=int, help="fusion size of collectives that are ready together")
+    add("--cycle-time-ms", type=float, help="accepted and ignored: there are no cycles")
+    add("--cache-capacity", type=int, help="capacity of the response cache, in names")
     for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
-        switch(name, "a hint, not needed")
-    switch("autotune", "tries sizes of what runs as one operation, and keeps the fastest")
-    add("--autotune-log-file", help="gets what was tried, as lines with commas")
-    add("--autotune-warmup-samples", type=int, help="samples that do not count")
+        switch(name, "accepted and ignored")
+    switch("autotune", "try fusion sizes and keep the fastest")
+    add("--autotune-log-file", help="CSV file for the sizes that were tried")
+    add("--autotune-warmup-samples", type=int, help="samples to discard at the beginning")
     add("--autotune-steps-per-sample", type=int, help="steps of a sample")
-    add("--autotune-bayes-opt-max-samples", type=int, help="sizes that are tried")
-    add("--autotune-gaussian-process-noise", type=float, help="share of noise in what trials measure, from 0 to 1")
+    add("--autotune-bayes-opt-max-samples", type=int, help="number of sizes to try")
+    add("--autotune-gaussian-process-noise", type=float, help="share of noise in the measurements, from 0 to 1")
 
     elastic = parser.add_argument_group("elastic jobs")
     add = elastic.add_argument
-    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help="slots without which nobody trains")
-    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="slots beyond which none is used")
-    add("--slots-per-host", dest="slots", type=int, help="of hosts for which the script prints none")
-    add("--elastic-timeout", type=int, help="longest wait for slots, in seconds; HOROVOD_ELASTIC_TIMEOUT, or 600")
-    add("--reset-limit", type=int, help="sessions after the first, at most")
+    add(
+        "--min-np",
+        "--min-num-proc",
+        dest="min_num_proc",
+        type=int,
+        help="the job waits until there are this many slots",
+    )
+    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="the job uses at most this many slots")
+    add("--slots-per-host", dest="slots", type=int, help="slots of hosts for which the discovery script prints none")
+    add(
+        "--elastic-timeout",
+        type=int,
+        help="timeout for enough slots, in seconds; default: HOROVOD_ELASTIC_TIMEOUT, or 600",
+    )
+    add("--reset-limit", type=int, help="maximum number of restarts of the session")
     add(
         "--blacklist-cooldown-range",
         dest="cooldown_range",
         type=int,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="how long a host where a process failed is not used, the first time and at most, in seconds",
+        help="shortest and longest time for which a host is not used after a failure, in seconds",
     )
 
     add = parser.add_argument
-    add("--timeline-filename", help="a trace of what happens")
-    switch("timeline-mark-cycles", "marks answers of the negotiation in it")
-    flag(parser, "--no-stall-check", dest="no_stall_check", default=none, help="no warnings of ranks that are missing")
-    flag(parser, "--stall-check", dest="no_stall_check", default=none, action="store_false", help="warnings")
-    add("--stall-check-warning-time-seconds", type=int, help="after this time")
-    add("--stall-check-shutdown-time-seconds", type=int, help="ends what waits after this time")
-    switch("mpi-threads-disable", "accepted")
-    add("--mpi-args", help="more arguments of mpirun")
+    add("--timeline-filename", help="file for a timeline")
+    switch("timeline-mark-cycles", "mark answers of the negotiation in the timeline")
+    flag(parser, "--no-stall-check", dest="no_stall_check", default=none, help="no warnings about missing ranks")
+    flag(
+        parser,
+        "--stall-check",
+        dest="no_stall_check",
+        default=none,
+        action="store_false",
+        help="warnings about missing ranks",
+    )
+    add("--stall-check-warning-time-seconds", type=int, help="time until the warning")
+    add("--stall-check-shutdown-time-seconds", type=int, help="time until waiting collectives fail")
+    switch("mpi-threads-disable", "accepted and ignored")
+    add("--mpi-args", help="additional arguments of mpirun")
     flag(parser, "--tcp", dest="tcp_flag", default=none, help="with --mpi: TCP only")
     add("--binding-args", help="with --mpi: how processes are bound")
-    add("--num-nccl-streams", type=int, help="passed on")
-    add("--thread-affinity", help="numbers of cores, one for each process of a host")
+    add("--num-nccl-streams", type=int, help="passed to NCCL as HOROVOD_NUM_NCCL_STREAMS")
+    add("--thread-affinity", help="comma-separated core numbers, one for each process of a host")
     add("--gloo-timeout-seconds", type=int, help="seconds until all processes must have joined")
-    add("--log-level", choices=config_parser.LOG_LEVELS, help="of the core")
-    flag(parser, "--log-with-timestamp", dest="log_with_timestamp", default=none, help="of the core's log")
+    add("--log-level", choices=config_parser.LOG_LEVELS, help="log level of the core")
+    flag(
+        parser, "--log-with-timestamp", dest="log_with_timestamp", default=none, help="show the time in the core's log"
+    )
     flag(
         parser,
         "--log-without-timestamp",
         dest="log_with_timestamp",
         default=none,
         action="store_false",
-        help="lines of the log without the time, as by default",
+        help="no time in the core's log (default)",
     )
     flag(
         parser, "--log-hide-timestamp", dest="log_with_timestamp", default=none, action="store_false", help="deprecated"
@@ -135,13 +162,13 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         dest="prefix_output_with_timestamp",
-        help="lines begin with the time",
+        help="prefix each line of output with the time",
     )
 
     places = parser.add_mutually_exclusive_group()
-    places.add_argument("-H", "--hosts", dest="hosts", help="such as a:2,b:4; by default all are here")
+    places.add_argument("-H", "--hosts", dest="hosts", help="hosts and slots, such as a:2,b:4; default: this host")
     places.add_argument("-hostfile", "--hostfile", dest="hostfile", help="a file of lines `name slots=n`")
-    places.add_argument("--host-discovery-script", help="prints lines `name:slots`; is asked every second")
+    places.add_argument("--host-discovery-script", help="script that prints lines `name:slots`; run every second")
 
     controller = parser.add_mutually_exclusive_group()
     flag(
@@ -149,16 +176,16 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
         "--gloo",
         dest="use_gloo",
         default=none,
-        help="the core's own control plane; what happens by default",
+        help="use the core's own control plane (default)",
     )
-    flag(controller, "--mpi", dest="use_mpi", default=none, help="mpirun starts the processes")
-    flag(controller, "--jsrun", dest="use_jsrun", default=none, help="jsrun does, in a job of LSF")
+    flag(controller, "--mpi", dest="use_mpi", default=none, help="start the processes by mpirun")
+    flag(controller, "--jsrun", dest="use_jsrun", default=none, help="start the processes by jsrun, in a job of LSF")
     # Not by `argument_default`, which would drop the arguments of the command.
     add(
         "command",
         nargs=argparse.REMAINDER,
         default=argparse.SUPPRESS if suppress else [],
-        help="what each process runs",
+        help="the command of each process",
     )
     return parser
 
@@ -174,7 +201,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises:
         ValueError: A number is out of its range.
-        SystemExit: The line is not acceptable, or asks for help.
+        SystemExit: The command line is invalid, or requests help.
     """
     parser = _parser(suppress=False)
     args = parser.parse_args(argv)
@@ -203,7 +230,7 @@ def mpi_built(verbose: bool = False) -> bool:
         verbose: Accepted for compatibility, without effect.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return mpi_available()
 
@@ -212,9 +239,9 @@ def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_
     """Return whether the core's own control plane starts the processes.
 
     Args:
-        use_gloo: Whether it is asked for.
-        use_mpi: Whether MPI is asked for.
-        use_jsrun: Whether ``jsrun`` is asked for.
+        use_gloo: Whether the core's control plane is requested.
+        use_mpi: Whether MPI is requested.
+        use_jsrun: Whether ``jsrun`` is requested.
 
     Returns:
         ``True`` if the core's own control plane starts the processes.
@@ -231,15 +258,15 @@ def run_controller(
     js_run: Any,
     verbosity: int | None,
 ) -> None:
-    """Call the function of the controller that is asked for, or else of the first that is available.
+    """Call the function of the requested controller, or else of the first one that is available.
 
     Args:
-        use_gloo: Whether the core's own control plane is asked for.
-        gloo_run: Starts a job by it.
-        use_mpi: Whether MPI is asked for.
-        mpi_run: Starts a job by it.
-        use_jsrun: Whether ``jsrun`` is asked for.
-        js_run: Starts a job by it.
+        use_gloo: Whether the core's own control plane is requested.
+        gloo_run: Starts a job by the core's own control plane.
+        use_mpi: Whether MPI is requested.
+        mpi_run: Starts a job by MPI.
+        use_jsrun: Whether ``jsrun`` is requested.
+        js_run: Starts a job by ``jsrun``.
         verbosity: Accepted for compatibility, without effect.
 
     Raises:
@@ -478,7 +505,7 @@ def _run(args: argparse.Namespace) -> list[Any] | None:
         args: The options. With a `run_func`, all processes call that function instead of running a command.
 
     Returns:
-        What `run_func` returned, by rank; ``None`` for a command.
+        The results of `run_func`, by rank; ``None`` for a command.
     """
     if args.hosts and args.host_discovery_script:
         raise ValueError("give either hosts or a host discovery script")

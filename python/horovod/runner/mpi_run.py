@@ -41,7 +41,7 @@ def mpi_available(env: dict[str, str] | None = None) -> bool:
         env: The environment; by default this process's.
 
     Returns:
-        Whether there is.
+        ``True`` if there is one.
     """
     return _get_mpi_implementation(env) not in (_UNKNOWN_IMPL, _MISSING_IMPL)
 
@@ -189,7 +189,7 @@ def mpi_run(
         stderr: Receives ``mpirun``'s errors.
 
     Raises:
-        Exception: ``env`` is no dictionary, or there is no MPI.
+        Exception: ``env`` is not a dictionary, or there is no MPI.
         RuntimeError: ``mpirun`` failed.
     """
     if env is not None and not isinstance(env, dict):

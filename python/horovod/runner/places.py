@@ -16,7 +16,7 @@ from horovod.runner.http.http_server import RendezvousServer
 
 
 class Places:
-    """Gives workers their places, and serves the store in which ranks meet.
+    """Assigns ranks to workers, and serves the store through which the ranks connect.
 
     Args:
         settings: An object with ``verbose``, ``key`` and ``nics``.
@@ -44,7 +44,7 @@ class Places:
         self.ranks_by_host[hostname].append(rank)
 
     def variables_by_rank(self) -> dict[int, dict[str, str]]:
-        """Assign the places of all workers.
+        """Assign the ranks of all workers.
 
         Returns:
             Variables of each rank.

@@ -16,7 +16,7 @@ except ImportError:
     import pickle
 
 #: Seconds to wait for the caller's answer to a result, which is immediate unless the caller has ended.
-_ANSWER_TIME = 300
+_ACK_TIMEOUT = 300
 
 
 def _rank() -> int:
@@ -42,22 +42,22 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    *named, port, key = os.environ.pop("HOROVOD_RUN_DESK").split(":")
+    *named, port, key = os.environ.pop("HOROVOD_RUN_FUNCTION_SERVER").split(":")
     # The launcher is on the rendezvous's host; without a rendezvous, the processes of `mpirun` are on the same host.
     host = named[0] if named else os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]
-    with Client((host, int(port)), authkey=bytes.fromhex(key)) as desk:
-        func, args, kwargs = pickle.loads(desk.recv_bytes())
+    with Client((host, int(port)), authkey=bytes.fromhex(key)) as connection:
+        func, args, kwargs = pickle.loads(connection.recv_bytes())
         try:
             result = func(*args, **kwargs)
             delivery, code = _pickled(_rank(), True, result), 0
         except Exception as error:
             traceback.print_exc()
             delivery, code = _pickled(_rank(), False, error), 1
-        desk.send_bytes(delivery)
+        connection.send_bytes(delivery)
         # Waits until the result is received: the job ends with its processes, and a late result would be lost.
-        if not desk.poll(_ANSWER_TIME):
-            raise TimeoutError(f"horovod.run did not take the result of rank {_rank()} within {_ANSWER_TIME} s")
-        desk.recv_bytes()
+        if not connection.poll(_ACK_TIMEOUT):
+            raise TimeoutError(f"horovod.run did not acknowledge the result of rank {_rank()} within {_ACK_TIMEOUT} s")
+        connection.recv_bytes()
     return code
 
 

@@ -33,8 +33,8 @@ def _task_fn(index: int, num_hosts: int, driver_addresses: Addresses, key: bytes
                 limit.check_time_out_for(f"the start of task {following}")
                 time.sleep(0.05)
         # An interface that drops packets must not use up the time for all others.
-        patience = max(1.0, min(5.0, limit.remaining() / 4))
-        found = HorovodRunTaskClient(following, places, key, match_intf=True, probe_timeout=patience, attempts=1)
+        probe_timeout = max(1.0, min(5.0, limit.remaining() / 4))
+        found = HorovodRunTaskClient(following, places, key, match_intf=True, probe_timeout=probe_timeout, attempts=1)
         driver.register_task_to_task_addresses(following, found.addresses())
         found.task_to_task_address_check_completed()
         # The preceding task may still be checking addresses.

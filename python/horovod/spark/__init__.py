@@ -1,7 +1,7 @@
 """Jobs of Horovod on a Spark cluster, and estimators of ``pyspark.ml``.
 
-The tasks of one Spark job start the processes of a job of Horovod. The driver's process keeps the store in which they
-meet and, for elastic jobs, the driver of ``horovod.runner``.
+The tasks of one Spark job start the processes of a job of Horovod. The driver's process serves the store through
+which they connect and, for elastic jobs, runs the driver of ``horovod.runner``.
 """
 
 from __future__ import annotations

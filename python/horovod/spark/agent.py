@@ -26,7 +26,7 @@ _SPARKS_OWN = ("PYTHON_WORKER_FACTORY_SECRET", "PYTHON_WORKER_FACTORY_PORT", "PY
 
 @dataclass
 class Greeting:
-    """What a task says of itself.
+    """The description that a task sends of itself.
 
     Attributes:
         partition: Its number in the Spark job.

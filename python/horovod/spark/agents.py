@@ -21,9 +21,9 @@ from horovod.spark import agent
 from horovod.spark.agent import Greeting
 
 #: Seconds between checks of the events that end a process.
-_LOOK_S = 0.1
+_POLL_SECONDS = 0.1
 #: Seconds in which Spark ends a job's tasks.
-_FAREWELL_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
 
 
 class AgentLostError(RuntimeError):
@@ -34,7 +34,7 @@ class Agent:
     """One task.
 
     Args:
-        greeting: What it says of itself.
+        greeting: The task's description of itself.
         connection: The connection to it.
         streams: Where its processes' output goes, by name.
     """
@@ -80,7 +80,7 @@ class Agent:
         is_told = False
         while True:
             with suppress(queue.Empty):
-                code = self._codes.get(timeout=_LOOK_S)
+                code = self._codes.get(timeout=_POLL_SECONDS)
                 if code is None:
                     raise AgentLostError(f"Spark {self} has ended: its executor or its Python process was killed")
                 return code
@@ -167,10 +167,10 @@ class Agents:
         # Tasks that have not started yet would start later.
         if kind is not None or len(agents) < self._count:
             self._context.cancelJobGroup(self._group)
-        self._job.join(_FAREWELL_S)
+        self._job.join(_EXIT_TIMEOUT_S)
         if self._job.is_alive():
             self._context.cancelJobGroup(self._group)
-            self._job.join(_FAREWELL_S)
+            self._job.join(_EXIT_TIMEOUT_S)
         self._server.close()
 
     def alive(self) -> list[Agent]:
@@ -210,13 +210,13 @@ class Agents:
                     "`start_timeout` or HOROVOD_SPARK_START_TIMEOUT the longest wait"
                 )
             with self._changed:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_SECONDS)
 
     def check(self) -> None:
         """Check that the Spark job runs.
 
         Raises:
-            RuntimeError: It has failed, or it was cancelled.
+            RuntimeError: The Spark job has failed, or was cancelled.
         """
         if self._failure is not None:
             reason = str(getattr(self._failure, "java_exception", self._failure)).splitlines()
@@ -226,7 +226,7 @@ class Agents:
         """Return whether the Spark job has failed or was cancelled.
 
         Returns:
-            Whether it has.
+            ``True`` if the job has failed or was cancelled.
         """
         return self._failure is not None
 

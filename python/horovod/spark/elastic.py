@@ -15,7 +15,7 @@ from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.elastic.settings import ElasticSettings
-from horovod.runner.function import Desk
+from horovod.runner.function import FunctionServer
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.places import ElasticPlaces, first_cause
 from horovod.runner.util.threads import in_thread
@@ -23,7 +23,7 @@ from horovod.spark.agents import Agent, AgentLostError, Agents
 from horovod.spark.runner import COMMAND, active_context, chosen_timeout
 
 #: Seconds between checks of the Spark job.
-_LOOK_S = 0.5
+_POLL_SECONDS = 0.5
 
 
 class ExecutorDiscovery(HostDiscovery):
@@ -54,8 +54,8 @@ class ExecutorDiscovery(HostDiscovery):
             found[name] = found.get(name, 0) + 1
         return found
 
-    def take(self, host: str) -> Agent:
-        """Take a task that runs no process.
+    def acquire(self, host: str) -> Agent:
+        """Reserve a task that runs no process.
 
         Args:
             host: Name of the executor.
@@ -74,8 +74,8 @@ class ExecutorDiscovery(HostDiscovery):
                         return agent
         raise RuntimeError(f"executor {host} has no free task any more")
 
-    def give_back(self, agent: Agent) -> None:
-        """Give a task back whose process has ended.
+    def release(self, agent: Agent) -> None:
+        """Mark a task as free after its process has ended.
 
         Args:
             agent: The task.
@@ -112,7 +112,7 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Run a function as an elastic job, which goes on when executors are lost or come back.
+    """Run a function as an elastic job, which continues when executors are lost or come back.
 
     Args:
         fn: The function. It uses ``hvd.elastic.run``.
@@ -141,7 +141,7 @@ def run_elastic(
         The results of the processes of the last session by rank.
 
     Raises:
-        RuntimeError: The job could not go on, or there is no Spark context.
+        RuntimeError: The job could not continue, or there is no Spark context.
         horovod.runner.common.util.timeout.TimeoutException: There were not enough tasks in time.
         ValueError: The numbers of processes exclude each other.
     """
@@ -155,8 +155,8 @@ def run_elastic(
         raise ValueError(
             f"min_num_proc is {fewest}, num_proc {first} and max_num_proc {most}: expected 1 or more, in this order"
         )
-    patience = elastic_timeout or os.environ.get("HOROVOD_ELASTIC_TIMEOUT") or 600
-    desk = Desk(cloudpickle.dumps((fn, tuple(args), kwargs or {})))
+    timeout = elastic_timeout or os.environ.get("HOROVOD_ELASTIC_TIMEOUT") or 600
+    server = FunctionServer(cloudpickle.dumps((fn, tuple(args), kwargs or {})))
     try:
         with Agents(context, most, stdout, stderr, is_elastic=True) as agents:
             agents.wait(chosen_timeout(start_timeout), first)
@@ -164,7 +164,7 @@ def run_elastic(
                 discovery=ExecutorDiscovery(agents),
                 min_num_proc=fewest,
                 max_num_proc=most,
-                elastic_timeout=int(patience),
+                elastic_timeout=int(timeout),
                 reset_limit=reset_limit,
                 cooldown_range=cooldown_range,
                 num_proc=first,
@@ -173,21 +173,21 @@ def run_elastic(
                 nics=nics,
                 prefix_output_with_timestamp=prefix_output_with_timestamp,
             )
-            _ElasticJob(settings, agents, desk, env or {}).run()
+            _ElasticJob(settings, agents, server, env or {}).run()
     finally:
-        desk.close()
-    return [desk.results[rank] for rank in sorted(desk.results)]
+        server.close()
+    return [server.results[rank] for rank in sorted(server.results)]
 
 
 class _ElasticJob:
     """One run of a function by processes that join and leave."""
 
-    def __init__(self, settings: ElasticSettings, agents: Agents, desk: Desk, env: dict[str, str]) -> None:
+    def __init__(self, settings: ElasticSettings, agents: Agents, server: FunctionServer, env: dict[str, str]) -> None:
         self._settings = settings
         self._agents = agents
-        self._desk = desk
+        self._server = server
         self._places = ElasticPlaces(settings, agents.address)
-        self._env = self._places.variables | desk.variable(agents.address) | env
+        self._env = self._places.variables | server.variable(agents.address) | env
 
     def run(self) -> None:
         """Run the function to the end of the job."""
@@ -201,10 +201,10 @@ class _ElasticJob:
         if results.error_message is None:
             return
         text = f"the elastic job has ended with a failure: {results.error_message}"
-        if not self._desk.failures:
+        if not self._server.failures:
             raise RuntimeError(text)
-        rank = first_cause(self._desk.failures)
-        failure = self._desk.failures[rank]
+        rank = first_cause(self._server.failures)
+        failure = self._server.failures[rank]
         raise RuntimeError(f"{text}. The failure of rank {rank}: {failure!r}") from failure
 
     def _watch(self) -> None:
@@ -216,12 +216,12 @@ class _ElasticJob:
                 except RuntimeError as error:
                     self._places.driver.stop(str(error))
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_SECONDS)
 
     def _run_worker(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
         """Run a worker to its end. Return its exit code and the time of its end."""
         discovery = self._settings.discovery
-        agent = discovery.take(slot.hostname)
+        agent = discovery.acquire(slot.hostname)
         try:
             variables = {**self._env, **create_slot_env_vars(slot)}
             has_timestamp = self._settings.prefix_output_with_timestamp
@@ -230,5 +230,5 @@ class _ElasticJob:
             print(f"horovod: worker {slot.hostname}[{slot.local_rank}] has died: {error}", file=sys.stderr, flush=True)
             code = 1
         finally:
-            discovery.give_back(agent)
+            discovery.release(agent)
         return code, time.time()

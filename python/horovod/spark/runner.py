@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from pyspark import SparkContext, cloudpickle
 
 from horovod.runner.common.util import secret
-from horovod.runner.function import Desk
+from horovod.runner.function import FunctionServer
 from horovod.runner.places import Places, first_cause, rank_order
 from horovod.runner.util.threads import in_thread
 from horovod.spark.agents import Agent, AgentLostError, Agents
@@ -21,7 +21,7 @@ from horovod.spark.agents import Agent, AgentLostError, Agents
 #: Seconds to wait for failures of other ranks after the first one: their errors name the rank that has died.
 _GRACE_S = 10.0
 #: Seconds between checks of the Spark job.
-_LOOK_S = 0.2
+_POLL_SECONDS = 0.2
 #: Command of each process.
 COMMAND = ["-m", "horovod.runner.run_task"]
 
@@ -76,10 +76,10 @@ def chosen_timeout(start_timeout: float | None) -> float:
 class _Ranks:
     """The processes of a job, by rank."""
 
-    def __init__(self, agents: Agents, members: Sequence[Agent], desk: Desk) -> None:
+    def __init__(self, agents: Agents, members: Sequence[Agent], server: FunctionServer) -> None:
         self._agents = agents
         self._members = members
-        self._desk = desk
+        self._server = server
         self._over = threading.Event()
         self._lock = threading.Lock()
         #: Ranks that did not succeed, with the way they ended, the first one first.
@@ -107,7 +107,7 @@ class _Ranks:
                     deadline = time.monotonic() + _GRACE_S
                 if deadline is not None and time.monotonic() > deadline:
                     break
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_SECONDS)
         finally:
             self._over.set()
         for thread in threads:
@@ -120,11 +120,11 @@ class _Ranks:
             where = f"rank {rank} on host {self._members[rank].host}"
             if isinstance(end, AgentLostError):
                 raise RuntimeError(f"{where} has died: {end}") from end
-            if end > 128 and rank not in self._desk.failures:
+            if end > 128 and rank not in self._server.failures:
                 raise RuntimeError(f"{where} has died: signal {end - 128} ended its process")
-        if self._desk.failures:
-            rank = first_cause(self._desk.failures)
-            failure = self._desk.failures[rank]
+        if self._server.failures:
+            rank = first_cause(self._server.failures)
+            failure = self._server.failures[rank]
             raise RuntimeError(f"rank {rank} on host {self._members[rank].host} failed: {failure!r}") from failure
         for rank, end in self._ends.items():
             raise RuntimeError(f"rank {rank} on host {self._members[rank].host} ended with status {end}")
@@ -191,7 +191,7 @@ def run(
     if count < 1:
         raise ValueError(f"`num_proc` is {count}: a job has at least 1 process")
     settings = SparkSettings(verbose, nics, chosen_timeout(start_timeout))
-    desk = Desk(cloudpickle.dumps((fn, tuple(args), kwargs or {})))
+    server = FunctionServer(cloudpickle.dumps((fn, tuple(args), kwargs or {})))
     places = Places(settings)
     try:
         with Agents(context, count, stdout, stderr) as agents:
@@ -200,15 +200,15 @@ def run(
             for rank, member in enumerate(members):
                 places.add(member.host, rank)
             own = places.variables_by_rank()
-            common = places.start_store(agents.address) | desk.variable(agents.address)
+            common = places.start_store(agents.address) | server.variable(agents.address)
             common |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(settings.start_timeout)), **(env or {})}
-            ranks = _Ranks(agents, members, desk)
+            ranks = _Ranks(agents, members, server)
             ranks.run([{**common, **own[rank]} for rank in range(count)], executable, prefix_output_with_timestamp)
             ranks.check()
     finally:
         places.shutdown()
-        desk.close()
-    missing = [rank for rank in range(count) if rank not in desk.results]
+        server.close()
+    missing = [rank for rank in range(count) if rank not in server.results]
     if missing:
         raise RuntimeError(f"no results came from rank(s) {missing}")
-    return [desk.results[rank] for rank in range(count)]
+    return [server.results[rank] for rank in range(count)]

@@ -121,13 +121,13 @@ class TensorFlowState(ObjectState):
         self._save_variables()
         super().sync()
 
-    def _what_is_saved(self) -> Any:
-        return self._values, super()._what_is_saved()
+    def _committed_state(self) -> Any:
+        return self._values, super()._committed_state()
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         self._values, objects = saved
         self._restore_variables()
-        super()._take(objects)
+        super()._restore_saved(objects)
 
     def _session(self) -> Any:
         return self.session or tf.compat.v1.get_default_session()
@@ -201,13 +201,13 @@ class TensorFlowKerasState(ObjectState):
             # The variable was created after the commit.
             underlying(variable).assign(tf.zeros_like(underlying(variable)))
 
-    def _what_is_saved(self) -> Any:
-        return self._values, super()._what_is_saved()
+    def _committed_state(self) -> Any:
+        return self._values, super()._committed_state()
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         self._values, objects = saved
         self._restore_model()
-        super()._take(objects)
+        super()._restore_saved(objects)
 
     def sync(self) -> None:
         """Take over rank 0's state, and save it."""

@@ -71,7 +71,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Give all global variables the values of one rank when a ``MonitoredTrainingSession`` is created.
+    """Broadcast all global variables from one rank when a ``MonitoredTrainingSession`` is created.
 
     Args:
         root_rank: Rank in the world whose values are sent.
@@ -212,8 +212,8 @@ def allgather_object(
     sender = _Sender(session, lambda tensor, full: allgather(tensor, full, process_set=process_set))
     pickled = _pickled(obj)
     lengths = sender.run(np.array([pickled.size], np.int64), f"{name}.sz")
-    everybodys = io.BytesIO(sender.run(pickled, f"{name}.t").tobytes())
+    gathered = io.BytesIO(sender.run(pickled, f"{name}.t").tobytes())
     return [
-        unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")
+        unpickling.loads(gathered.read(length), f"rank {rank} of the process set")
         for rank, length in enumerate(lengths.tolist())
     ]

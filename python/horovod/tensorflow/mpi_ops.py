@@ -121,7 +121,7 @@ def _run(kind: str, call: Callable[..., Any], tensors: Sequence[Any], name: str 
 
 def _check_types(tensors: Sequence[Any], op: int) -> None:
     if op not in _REDUCTIONS:
-        raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
+        raise ValueError(f"{op!r} is not a reduction: expected Average, Sum, Adasum, Min, Max or Product")
     for tensor in tensors:
         if tensor.dtype.base_dtype == tf.bool:
             raise ValueError(f"tensor type {tensor.dtype.name} is not supported in reductions")
@@ -324,7 +324,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Give variables the root's values, in place.
+    """Broadcast the root's values to variables, in place.
 
     Args:
         variables: Resource variables, or reference variables of TensorFlow 1; not both.

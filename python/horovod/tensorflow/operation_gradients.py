@@ -88,15 +88,15 @@ def _grouped_allreduce_gradient(operation: Any, *gradients: tf.Tensor) -> list[t
 def _own_rows(inputs: Sequence[tf.Tensor], averages: Sequence[tf.Tensor], forward: _Forward) -> list[tf.Tensor]:
     """Return this rank's part of the gradient of gathered `inputs`."""
     heights = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in inputs])[tf.newaxis]
-    everybodys = allgather(heights, **forward.scope)
+    gathered = allgather(heights, **forward.scope)
     place = tf.cast(rank_op(), tf.int64)
     if _number(forward.process_set) != 0:
         place = tf.constant(forward.process_set.rank(), tf.int64)
-    starts = tf.cumsum(everybodys, exclusive=True)
+    starts = tf.cumsum(gathered, exclusive=True)
     own = []
     for index, (tensor, average) in enumerate(zip(inputs, averages, strict=True)):
         start = starts[place, index]
-        rows = average[start : start + everybodys[place, index]]
+        rows = average[start : start + gathered[place, index]]
         own.append(tf.ensure_shape(rows, tensor.shape))
     return own
 

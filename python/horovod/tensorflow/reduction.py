@@ -84,7 +84,7 @@ def layers_of(local_layers: Any) -> list[Any]:
         The list.
 
     Raises:
-        ValueError: An entry is no layer.
+        ValueError: An entry is not a layer.
     """
     layers = list(local_layers) if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [] if local_layers is None else layers
@@ -146,7 +146,7 @@ def check_predivide(gradient_predivide_factor: float, op: int) -> None:
 
 @dataclass
 class Reduction:
-    """How gradients are reduced; the arguments are those of the optimizers and the tape."""
+    """The reduction of gradients; the arguments are those of the optimizers and the tape."""
 
     device_dense: str = ""
     device_sparse: str = ""
@@ -189,7 +189,7 @@ class Reduction:
 
         Args:
             gradients: One for each variable; ``None`` stays ``None``.
-            variables: What they are gradients of.
+            variables: The variables of the gradients.
             use_generic_names: Names follow from the place in the list alone.
         """
         results = list(gradients)

@@ -39,7 +39,7 @@ class _DistributedGradientTape(TapeView):
         """As ``tf.GradientTape.gradient``, reduced over the ranks.
 
         Args:
-            target: What is differentiated.
+            target: The value to differentiate.
             sources: With respect to what; any structure.
             output_gradients: Gradients of `target`.
             use_generic_names: Collectives are named by the place in the list alone, the same on ranks whose models have

@@ -40,7 +40,7 @@ def refs_to_vars(refs: Any) -> Any:
     """Return the variables of references.
 
     Args:
-        refs: What :func:`vars_to_refs` returned.
+        refs: The result of :func:`vars_to_refs`.
 
     Returns:
         A variable, or a list of variables.

@@ -88,7 +88,7 @@ class FP16Compressor(Compressor):
 
         Args:
             tensor: The received tensor.
-            ctx: What :meth:`compress` returned with it.
+            ctx: The context that :meth:`compress` returned.
 
         Returns:
             The tensor in its own type.

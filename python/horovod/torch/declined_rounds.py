@@ -15,7 +15,7 @@ from collections.abc import Callable
 from smdistributed import _core
 
 #: Seconds between checks whether the process ends.
-_NAP = 0.2
+_POLL_SECONDS = 0.2
 
 
 class _DeclinedRounds:
@@ -27,13 +27,13 @@ class _DeclinedRounds:
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
-    def watch(self, give_back: Callable[[], None]) -> None:
+    def watch(self, submit: Callable[[], None]) -> None:
         """Call a method of an object after each declined round of this process, as long as the object exists.
 
         Args:
-            give_back: The method, bound to the object.
+            submit: The method, bound to the object.
         """
-        method = weakref.WeakMethod(give_back)
+        method = weakref.WeakMethod(submit)
         with self._lock:
             self._methods = [*(known for known in self._methods if known() is not None), method]
             if self._thread is not None:
@@ -46,15 +46,15 @@ class _DeclinedRounds:
     def _run(self) -> None:
         seen = 0
         while not self._is_ending.is_set():
-            count = _core.declined_rounds(seen, _NAP)
+            count = _core.declined_rounds(seen, _POLL_SECONDS)
             if count == seen:
                 continue
             seen = count
             with self._lock:
                 methods = [method() for method in self._methods]
-            for give_back in methods:
-                if give_back is not None:
-                    give_back()
+            for submit in methods:
+                if submit is not None:
+                    submit()
 
     def _end(self) -> None:
         self._is_ending.set()

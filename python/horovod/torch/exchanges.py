@@ -303,7 +303,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give every rank the root's values, in place; not differentiable.
+    """Broadcast the root's values to all ranks, in place; not differentiable.
 
     Args:
         tensor: Input and output; same shape and type on all ranks.

@@ -17,10 +17,10 @@ from smdistributed._common import unpickling
 def broadcast_parameters(
     params: dict[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's parameters, in place.
+    """Broadcast the root's parameters to all ranks, in place.
 
     Args:
-        params: What ``state_dict()`` or ``named_parameters()`` returns, or a list of tensors.
+        params: The result of ``state_dict()`` or ``named_parameters()``, or a list of tensors.
         root_rank: Rank in the world whose values are sent.
         process_set: The ranks that take part.
 
@@ -89,9 +89,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     name = name or "allgather_object"
     pickled = torch.frombuffer(bytearray(unpickling.dumps(obj)), dtype=torch.uint8)
     lengths = allgather(torch.tensor([pickled.numel()], device="cpu"), f"{name}.sz", process_set)
-    everybodys = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
+    gathered = io.BytesIO(allgather(pickled, f"{name}.t", process_set).numpy().tobytes())
     return [
-        unpickling.loads(everybodys.read(length), f"rank {rank} of the process set")
+        unpickling.loads(gathered.read(length), f"rank {rank} of the process set")
         for rank, length in enumerate(lengths.tolist())
     ]
 
@@ -102,7 +102,7 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the options and the state of the root's optimizer.
+    """Broadcast the options and the state of the root's optimizer to all ranks.
 
     Parameters and their gradients are unchanged. Where the optimizer is new, parameters without a gradient get a
     gradient of zeros.
@@ -114,7 +114,7 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: The optimizer is LBFGS, whose state is no mapping from parameters.
+        ValueError: The optimizer is LBFGS, whose state is not a mapping from parameters.
 
     Examples:
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -160,7 +160,7 @@ def broadcast_optimizer_state(
 
 
 def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Give parameters without a gradient one of zeros, as Horovod's broadcast of a new optimizer does.
+    """Set missing gradients to zeros, as Horovod's broadcast of a new optimizer does.
 
     Gradients that exist are unchanged.
     """

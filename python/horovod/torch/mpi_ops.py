@@ -1,6 +1,6 @@
 """Collectives on PyTorch tensors.
 
-Ranks submit them in any order, on any thread; they find each other by name within a process set. The asynchronous forms
+Ranks submit them in any order, on any thread. They are matched by name within a process set. The asynchronous forms
 return a handle. In-place forms end in an underscore and are not differentiable.
 """
 

@@ -73,7 +73,7 @@ class _DistributedOptimizer(_Base):
         self._groups: list[list[torch.Tensor]] = []
         self._arrived: dict[int, set[torch.Tensor]] = {}
         self._planned_reducer = PlannedReducer(
-            self._parameter_names, op, gradient_predivide_factor, compression, process_set, self._give_back
+            self._parameter_names, op, gradient_predivide_factor, compression, process_set, self._submit_declined
         )
         # `size` comes first, because it raises if `init` has not been called.
         self._active = (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1") and process_set.included()
@@ -134,14 +134,14 @@ class _DistributedOptimizer(_Base):
     def _start(self, parameter: torch.Tensor, accumulating: bool) -> None:
         """Reduce a complete gradient; if `accumulating`, it is complete only when autograd has finished."""
         if self._comparison is not None:
-            self._hear_of_comparison()
+            self._finish_comparison()
         planned = self._planned_reducer
         with planned.lock:
             if not planned.begun:
                 # The hook has counted this accumulation, which is still to come in the reducer's hook.
                 current = parameter if accumulating else None
                 planned.begin(self._parameters(), lambda each: 1 if each is current else self._passes_left(each))
-            for earlier in planned.given_back(in_hook=True):
+            for earlier in planned.take_declined(in_hook=True):
                 self._start_by_name(earlier)
             if planned.take(parameter, accumulating):
                 self._handles[parameter] = None
@@ -151,9 +151,9 @@ class _DistributedOptimizer(_Base):
     def _passes_left(self, parameter: torch.Tensor) -> int:
         return self._allreduce_delay[parameter] if parameter in self._requires_update else 0
 
-    def _give_back(self) -> None:
+    def _submit_declined(self) -> None:
         with self._planned_reducer.lock, self._planned_reducer.stream():
-            for parameter in self._planned_reducer.given_back(in_hook=False):
+            for parameter in self._planned_reducer.take_declined(in_hook=False):
                 try:
                     self._start_by_name(parameter)
                 except (RuntimeError, ValueError) as error:
@@ -324,7 +324,7 @@ class _DistributedOptimizer(_Base):
             step, number = torch.ops.smd.named_step.default, _number(self.process_set)
             self._comparison = _submit(step, f"step.{first}", names, number, finish=_ignored)
 
-    def _hear_of_comparison(self) -> None:
+    def _finish_comparison(self) -> None:
         """Raise the error of the last step's comparison, if there was one."""
         if self._comparison is None:
             return
@@ -462,13 +462,13 @@ class _DistributedAdasumOptimizer(_Base):
 
 
 def _compare_replicas(optimizer: Any, ranks: list[int] | None) -> None:
-    """Tell the other ranks the values of the parameters, once in a session; rank 0 warns if they differ."""
+    """Report a checksum of the parameters, once in a session; rank 0 warns if the ranks differ."""
     session = _core.session_id()
     if optimizer.__dict__.get("_replicas_told") == session:
         return
     optimizer._replicas_told = session
     parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-    replicas.tell(
+    replicas.report(
         [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters],
         map(_sample, parameters),
         range(size()) if ranks is None else ranks,

@@ -33,7 +33,7 @@ from smdistributed.dataparallel.bucket_size import bucket_bytes
 _REDUCTIONS = {Compression.none: 0, Compression.fp16: 1, Compression.bf16: 2}
 _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
-PLANNED, BY_NAME, MAKE, FORGET = range(4)
+PLANNED, BY_NAME, CREATE_REDUCERS, DROP_REDUCERS = range(4)
 _DEVICE_TYPES = ("cpu", "cuda")
 # Types that a compression leaves unchanged. It casts other half types, which planned reductions cannot do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
@@ -48,8 +48,8 @@ class PlannedReducer:
         factor: ``gradient_predivide_factor``.
         compression: Type in which gradients travel.
         process_set: The ranks that take part.
-        give_back: Method of the optimizer that reduces the result of :meth:`given_back` by name. A thread calls it if
-            the vote declines the plan after the last gradient.
+        submit_declined: Method of the optimizer that reduces the gradients of :meth:`take_declined` by name. The
+            thread of `declined_rounds` calls it if the vote declines the plan after the last gradient.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PlannedReducer:
         factor: float,
         compression: Any,
         process_set: ProcessSet,
-        give_back: Callable[[], None],
+        submit_declined: Callable[[], None],
     ) -> None:
         self._names, self._op, self._process_set = names, op, process_set
         self._compression = compression
@@ -88,9 +88,9 @@ class PlannedReducer:
         self._name = self._what = ""
         self._reducer: Any = None
         self._pending_reducer: Any = None
-        #: Held while gradients are taken, given back or submitted: the thread of `declined_rounds` does so, too.
+        #: Held while gradients join the round, leave it or are submitted, also by the thread of `declined_rounds`.
         self.lock = threading.Lock()
-        self._give_back, self._is_watched = give_back, False
+        self._submit_declined, self._is_watched = submit_declined, False
         self._reset()
 
     def _reset(self) -> None:
@@ -104,7 +104,7 @@ class PlannedReducer:
         # Whether the reducer has an open round, whose vote is in progress or has a result.
         self._is_open = False
         self._taken: dict[torch.Tensor, None] = {}
-        # Whether a backward is running that has taken gradients: autograd still uses the last one.
+        # Whether a backward that has added gradients is running: autograd still uses the last one.
         self._in_backward = False
         # Without a reducer: indices of planned parameters, in the order in which their gradients arrived.
         self._order: list[int] = []
@@ -164,7 +164,7 @@ class PlannedReducer:
         """Create the plans for these parameters."""
         if self._reducer is not None:
             fits = self._reducer.fits()
-            is_same = fits and _are(parameters, self._parameters)
+            is_same = fits and _are_same(parameters, self._parameters)
             if is_same and not any(map(self._may_be_planned, self._unplanned)) and self.sparse.isdisjoint(self._known):
                 # The usual case, without a closer look at each parameter.
                 self._is_settled = True
@@ -179,7 +179,7 @@ class PlannedReducer:
         # Without those on other devices, which may change without effect on the plan.
         self._known = set(candidates)
         self._unplanned = [each for each in parameters if each not in self._known]
-        same = _are(planned, self._planned)
+        same = _are_same(planned, self._planned)
         self._is_settled = same or not self._planned
         if same and self._what:
             return
@@ -208,8 +208,8 @@ class PlannedReducer:
             and (parameter.dtype.itemsize > 2 or parameter.dtype is _KEPT.get(self._compression, parameter.dtype))
         )
 
-    def _take_made(self) -> None:
-        """Use the reducer that a thread of the core has made; between backward passes only, because it adds hooks."""
+    def _adopt_reducer(self) -> None:
+        """Use the reducer that the core has created. Called between backward passes only, because it adds hooks."""
         if self._pending_reducer is None or not self._pending_reducer.is_done():
             return
         try:
@@ -223,17 +223,17 @@ class PlannedReducer:
         self._pending_reducer = None
         if self._reducer is not None and not self._is_watched:
             self._is_watched = True
-            declined_rounds.watch(self._give_back)
+            declined_rounds.watch(self._submit_declined)
 
     def take(self, parameter: torch.Tensor, accumulating: bool) -> bool:
-        """Take a complete gradient into the round, if its parameter is planned.
+        """Add a complete gradient to the round, if its parameter is planned.
 
         Args:
             parameter: The parameter.
             accumulating: Whether autograd is about to release the gradient.
 
         Returns:
-            Whether the gradient goes by plan, if the vote allows it.
+            Whether the gradient is part of the round. If the vote allows the plan, it is reduced in its bucket.
         """
         index = self._index.get(parameter)
         if index is None:
@@ -254,16 +254,17 @@ class PlannedReducer:
         with self.lock:
             self._in_backward = False
         # The vote may have declined the plan since the last gradient.
-        self._give_back()
+        self._submit_declined()
 
-    def given_back(self, in_hook: bool) -> list[torch.Tensor]:
-        """Return parameters that were taken, once the vote has declined the plan, to be reduced by name.
+    def take_declined(self, in_hook: bool) -> list[torch.Tensor]:
+        """Remove the parameters from the round once the vote has declined the plan.
 
         Args:
             in_hook: Whether the caller is a hook of a gradient, so that autograd has finished all earlier ones.
 
         Returns:
-            The parameters; none while the vote is open, or if it allowed the plan.
+            The parameters, whose gradients the caller reduces by name; none while the vote is open, or if it allowed
+            the plan.
         """
         try:
             if not self._is_open or (self._in_backward and not in_hook):
@@ -290,7 +291,7 @@ class PlannedReducer:
             gradient_of: Returns a parameter's gradient; creates one if there is none.
 
         Returns:
-            Parameters that were taken and go by name after all.
+            Parameters of the round whose gradients the caller reduces by name, because the vote declined the plan.
 
         Raises:
             HorovodInternalError: The reduction failed.
@@ -308,26 +309,26 @@ class PlannedReducer:
                 return []
             with self.lock:
                 taken = list(self._taken)
-                if self.vote_result == MAKE:
-                    self._make()
+                if self.vote_result == CREATE_REDUCERS:
+                    self._create_reducer()
                 else:
                     # With a reducer, gradients wait for the result of the vote. Without one they are reduced at once.
-                    self._let_go()
+                    self._cancel()
                 return taken
         except TypeError:
             # The script's mistake, which an elastic job must not repeat.
-            self._let_go()
+            self._cancel()
             raise
         except (RuntimeError, ValueError) as error:
-            self._let_go()
+            self._cancel()
             raise at_execution(error) from None
         finally:
             if self._is_open:
                 self._reducer.cancel()
-            self._take_made()
+            self._adopt_reducer()
             self._reset()
 
-    def _let_go(self) -> None:
+    def _cancel(self) -> None:
         if self._is_open:
             self._reducer.cancel()
             self._is_open = False
@@ -358,14 +359,14 @@ class PlannedReducer:
             raise at_execution(error) from None
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the stream that computed the round's gradients current, for another thread than autograd's.
+        """Make the stream that computed the round's gradients current; for threads other than autograd's.
 
         Returns:
             A context.
         """
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _make(self) -> None:
+    def _create_reducer(self) -> None:
         """Let a thread of the core create the reducer."""
         settings = {
             "rounds": 1,
@@ -384,7 +385,7 @@ class PlannedReducer:
         )
 
 
-def _are(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Return whether two lists have the same parameters in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 

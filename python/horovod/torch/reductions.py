@@ -34,7 +34,7 @@ _ALL_REDUCE = torch.ops.smd.named_all_reduce.default
 
 def _check_reduction(tensors: Sequence[torch.Tensor], op: int, process_set: ProcessSet) -> str:
     if op not in _OPS:
-        raise ValueError(f"{op!r} is no reduction: expected Average, Sum, Adasum, Min, Max or Product")
+        raise ValueError(f"{op!r} is not a reduction: expected Average, Sum, Adasum, Min, Max or Product")
     for tensor in tensors:
         if tensor.dtype == torch.bool:
             raise ValueError(f"tensor type {tensor.type()} is not supported in reductions")

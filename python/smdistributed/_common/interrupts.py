@@ -22,7 +22,7 @@ from types import FrameType
 from smdistributed import _core
 
 #: How long to wait for the main thread to return to the interpreter, in seconds.
-_PATIENCE = 1.0
+_EXIT_SECONDS = 1.0
 #: A byte in the pipe that is not a signal's number.
 _HANDLED = 0
 #: The ends of the pipe; none in a forked child, which has no thread to read it.
@@ -93,7 +93,7 @@ def _listen(reader: int) -> None:
             if number == _HANDLED:
                 deadline = None
             elif number == signal.SIGINT and deadline is None:
-                deadline = time.monotonic() + _PATIENCE
+                deadline = time.monotonic() + _EXIT_SECONDS
         if not happened and deadline is not None and time.monotonic() >= deadline:
             deadline = None
             # After another handler than Python's own, the program may continue.

@@ -16,7 +16,7 @@ from smdistributed import _core
 SAMPLE = 1 << 18
 
 
-def tell(
+def report(
     described: Sequence[Any], values: Iterable[bytes], ranks: Sequence[int], remedy: str, is_final: bool = False
 ) -> None:
     """Write a checksum of variables to the job's store.

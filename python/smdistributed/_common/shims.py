@@ -67,7 +67,7 @@ _STARTED = time.time()
 
 
 #: Warnings that were shown: both shims may cause the same one, which is shown once.
-_told: set[str] = set()
+_warnings: set[str] = set()
 
 
 class ShimError(ImportError):
@@ -76,7 +76,7 @@ class ShimError(ImportError):
 
 @dataclass(frozen=True)
 class Framework:
-    """What a shim is compiled against.
+    """The framework that a shim is compiled against.
 
     Attributes:
         name: ``torch`` or ``tensorflow``.
@@ -255,9 +255,7 @@ def cache_dir() -> Path:
     try:
         return Path(_core.setting("SMD_CACHE_DIR")).expanduser()
     except RuntimeError as error:
-        raise ShimError(
-            f"no place to keep shims: {error}; set SMD_CACHE_DIR to a folder that can be written"
-        ) from error
+        raise ShimError(f"no folder for shims: {error}; set SMD_CACHE_DIR to a writable folder") from error
 
 
 def ensure(framework: Framework) -> Path:
@@ -303,9 +301,9 @@ def _ensure_cached(framework: Framework) -> Path:
 def _folder(key: str) -> Path:
     """Create a folder of the cache, if necessary, that only this user and root can write to."""
     folder, warning = _core.cache_folder(key)
-    if warning is not None and warning not in _told:
-        _told.add(warning)
-        _say(warning)
+    if warning is not None and warning not in _warnings:
+        _warnings.add(warning)
+        _log(warning)
     return folder
 
 
@@ -315,7 +313,7 @@ def _is_trusted(path: Path) -> bool:
         return False
     why = _core.untrusted(path)
     if why is not None:
-        _say(f"a shim is built anew instead of being loaded: {why}")
+        _log(f"a shim is built anew instead of being loaded: {why}")
     return why is None
 
 
@@ -369,7 +367,7 @@ def _load(framework: Framework, load: Callable[[str], Any]) -> Any:
         if PREBUILT not in path.parents:
             raise
         # The shim was built on a newer system, or this patch release of the framework broke the ABI.
-        _say(
+        _log(
             f"the prebuilt shim for {framework.title} {framework.minor} does not load with {framework.version} here, "
             f"so another one is built: {error}"
         )
@@ -409,12 +407,12 @@ def _build_once(framework: Framework, path: Path) -> None:
 def _build(framework: Framework, path: Path) -> None:
     """Compile the shim to ``path``, which appears complete or not at all."""
     compiler = _compiler(framework)
-    _say(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
+    _log(f"building the {framework.title} {framework.version} shim, once, in {path.parent}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
         built = _compile(framework, compiler, Path(scratch))
         built.replace(path)
-    _say(f"built the {framework.title} shim in {time.monotonic() - start:.1f} s")
+    _log(f"built the {framework.title} shim in {time.monotonic() - start:.1f} s")
 
 
 def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
@@ -548,7 +546,7 @@ def _locked(framework: Framework, folder: Path) -> Iterator[None]:
                 )
             if silent and waited > _SILENT_WAIT_SECONDS:
                 silent = False
-                _say(f"waiting for {waiting_for}")
+                _log(f"waiting for {waiting_for}")
             time.sleep(0.1)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -556,14 +554,14 @@ def _locked(framework: Framework, folder: Path) -> Iterator[None]:
         yield
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"smdistributed: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Build shims for the installed frameworks, to be shipped with the package."""
     parser = argparse.ArgumentParser(prog="python -m smdistributed._common.shims", description=main.__doc__)
-    parser.add_argument("frameworks", nargs="*", help=f"which ones, of {', '.join(sorted(FRAMEWORKS))}")
+    parser.add_argument("frameworks", nargs="*", help=f"frameworks to build for: {', '.join(sorted(FRAMEWORKS))}")
     parser.add_argument("--sources", action="store_true", help="print the digests of the sources, and build nothing")
     parser.add_argument("--into", type=Path, default=PREBUILT, help="folder (default: the package's own)")
     arguments = parser.parse_args()

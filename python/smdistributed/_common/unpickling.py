@@ -159,12 +159,12 @@ class _Plain(pickle.Unpickler):
 
 
 class _Trust(enum.Enum):
-    """What a pickle may do with a class or function."""
+    """The ways in which a pickle may use a class or function."""
 
     CALL = enum.auto()
-    """It may be called, and its objects are restored by their own ``__setstate__``."""
+    """The class or function may be called, and its objects are restored by their own ``__setstate__``."""
     NAME = enum.auto()
-    """It may be an argument of a call."""
+    """The class or function may be an argument of a call."""
     DATA = enum.auto()
     """A class whose objects get back their attributes without a call of any of its methods."""
 
@@ -272,14 +272,14 @@ class _Careful(_PythonUnpickler):
     def _made(self, cls: Any, arguments: Any, keywords: Any) -> Any:
         trust = self._trust(cls)
         if trust is _Trust.NAME:
-            raise self._refusal_of(cls, "it is made by a call")
+            raise self._refusal_of(cls, "it is created by a call")
         if trust is _Trust.CALL:
             return cls.__new__(cls, *arguments, **keywords)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             # Not by the class's own `__new__`, which may be the user's code.
             return tuple.__new__(cls, arguments)
         if not isinstance(cls.__new__, types.BuiltinFunctionType):
-            raise self._refusal_of(cls, "it is made by a method of its own (`__new__`)")
+            raise self._refusal_of(cls, "it is created by its own `__new__`")
         return cls.__new__(cls, *arguments, **keywords)
 
     def load_build(self) -> None:
@@ -293,7 +293,7 @@ class _Careful(_PythonUnpickler):
         if own is not None:
             is_data = self._known.get(id(type(value))) is _Trust.DATA
             if is_data and getattr(own, "__module__", None) != "dataclasses":
-                raise self._refusal_of(value, "it is restored by a method of its own (`__setstate__`)")
+                raise self._refusal_of(value, "it is restored by its own `__setstate__`")
             own(value, state)
             return
         attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
@@ -302,7 +302,7 @@ class _Careful(_PythonUnpickler):
         for name, content in (slots or {}).items():
             member = _static_attribute(type(value), name)
             if not isinstance(member, types.MemberDescriptorType):
-                raise self._refusal_of(value, f"`{name}` is none of its slots")
+                raise self._refusal_of(value, f"`{name}` is not one of its slots")
             member.__set__(value, content)
 
     def load_unusual(self) -> None:
@@ -344,7 +344,7 @@ def _imported(module: str, name: str) -> Any:
 def _objection(found: Any, module: str, name: str) -> str | None:
     """Return why objects of a class cannot be restored as data; ``None`` if they can."""
     if not isinstance(found, type):
-        return "it is no class"
+        return "it is not a class"
     if (found.__module__, found.__qualname__) != (module, name):
         return f"its name is `{found.__module__}.{found.__qualname__}`"
     if hasattr(found, "__del__"):
@@ -352,7 +352,7 @@ def _objection(found: Any, module: str, name: str) -> str | None:
     is_data = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
     is_data = is_data or (issubclass(found, tuple) and hasattr(found, "_fields"))
     if not is_data and not _is_own_code(module):
-        return "it is a library's class that is no dataclass, named tuple or enum"
+        return "it is a library's class that is not a dataclass, named tuple or enum"
     return None
 
 

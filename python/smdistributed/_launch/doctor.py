@@ -30,10 +30,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: What was checked.
+        subject: The subject of the check.
         state: `ok`; `--` for something that is missing and not required; `!!` for what will cause trouble.
-        text: What was found.
-        remedy: What to do about it, if something can be done.
+        text: The result of the check.
+        remedy: The remedy, if there is one.
     """
 
     subject: str
@@ -126,8 +126,8 @@ def _supported(name: str, version: str, where: str = "") -> Finding:
             remedy += f": `pip install '{name}>={window.oldest}'`"
         return Finding(window.title, "!!", f"{version}{where} is too old", remedy)
     if window.is_newer(version):
-        remedy = f"OpenSMD was tried with {window.title} {window}"
-        return Finding(window.title, "--", f"{version}{where} is newer than what was tried", remedy)
+        remedy = f"OpenSMD was tested with {window.title} {window}"
+        return Finding(window.title, "--", f"{version}{where} is newer than the tested versions", remedy)
     return Finding(window.title, "ok", f"{version}{where}")
 
 
@@ -148,7 +148,12 @@ def _framework(module: str, names: tuple[str, ...], build: bool) -> Iterator[Fin
         try:
             path = shims.ensure(shims.FRAMEWORKS[module]())
         except Exception as error:  # whatever a framework's import raises is what the user wants to see
-            yield Finding(subject, "!!", str(error).splitlines()[0], "repair the framework or the compiler, then again")
+            yield Finding(
+                subject,
+                "!!",
+                str(error).splitlines()[0],
+                "repair the framework or the compiler, then run this command again",
+            )
             return
         yield Finding(subject, "ok", str(path))
         return
@@ -173,7 +178,7 @@ def _compiler(is_needed: bool) -> Finding:
         command = shlex.split(word)
         if command and shutil.which(command[0]):
             return Finding("C++ compiler", "ok", _first_line([*command, "--version"]) or word)
-    missing = f"`{configured}` (CXX) is not there" if configured else "not found"
+    missing = f"`{configured}` (CXX) was not found" if configured else "not found"
     if not is_needed:
         return Finding("C++ compiler", "--", f"{missing}; not needed for what is installed")
     return Finding(
@@ -188,17 +193,17 @@ def _cache() -> Finding:
     try:
         folder = shims.cache_dir()
     except shims.ShimError as error:
-        return Finding("shim cache", "!!", str(error).partition(";")[0], "set SMD_CACHE_DIR to a folder of yours")
+        return Finding("shim cache", "!!", str(error).partition(";")[0], "set SMD_CACHE_DIR to a folder that you own")
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     why = _core.untrusted(nearest)
     if why is not None:
         return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder that only you can write to")
     if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
         why = f"{folder} is mounted `noexec`: no library is loaded from there"
-        return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder elsewhere")
+        return Finding("shim cache", "!!", why, "set SMD_CACHE_DIR to a folder on another file system")
     if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Finding("shim cache", "ok", str(folder))
-    return Finding("shim cache", "!!", f"{folder} cannot be written", "set SMD_CACHE_DIR to a folder that can")
+    return Finding("shim cache", "!!", f"{folder} cannot be written", "set SMD_CACHE_DIR to a writable folder")
 
 
 def _cuda() -> Iterator[Finding]:
@@ -240,7 +245,9 @@ def _devices(driver: ctypes.CDLL, count: int) -> Iterator[Finding]:
             if not reachable.value and one.value < other.value:
                 apart.append(f"{one.value} and {other.value}")
     if len(handles) > 1 and apart:
-        yield Finding("CUDA peers", "--", f"no direct access between devices {', '.join(apart)}: NCCL goes by the host")
+        yield Finding(
+            "CUDA peers", "--", f"no direct access between devices {', '.join(apart)}: NCCL copies through host memory"
+        )
     elif len(handles) > 1:
         yield Finding("CUDA peers", "ok", "all devices reach each other's memory")
 

@@ -27,7 +27,7 @@ def core_name(op: ReduceOp | None, default: ReduceOp) -> str:
 
     Args:
         op: A reduction, or ``None`` for ``default``.
-        default: What ``None`` means to the caller.
+        default: The reduction for ``None``.
 
     Returns:
         The name.

@@ -43,10 +43,10 @@ class SmdConfig(TorchConfig):
 
 
 class SmdBackend(_TorchBackend):
-    """What Ray Train does on workers for :class:`SmdConfig`."""
+    """The backend of Ray Train for :class:`SmdConfig`: prepares the workers for the process group."""
 
     def on_start(self, worker_group: Any, backend_config: SmdConfig) -> None:
-        """Register the backend on all workers, give them one secret, and make the process group.
+        """Register the backend on all workers, send one secret to them, and create the process group.
 
         Args:
             worker_group: The workers.

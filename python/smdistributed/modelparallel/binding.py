@@ -1,4 +1,4 @@
-"""How a step function that is a class attribute is called."""
+"""Step functions that are attributes of a class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def binds_instance(signature: inspect.Signature, instance: Any, args: Any, kwarg
     signature that fits the call decides; where both fit, the name of the first parameter does.
 
     Args:
-        signature: That of the body.
+        signature: The signature of the body.
         instance: The object whose attribute was called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.

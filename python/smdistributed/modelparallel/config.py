@@ -179,7 +179,7 @@ def warn_once(text: str) -> None:
     """Warn once in a process that a setting or an argument is ignored.
 
     Args:
-        text: What is ignored, and why.
+        text: The ignored setting, and the reason.
     """
     warnings.warn(text, stacklevel=4)
 

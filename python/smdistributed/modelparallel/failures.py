@@ -42,25 +42,25 @@ def raise_on_all_ranks(
     """Run ``do`` on each rank; if it fails on any rank, raise on all of them.
 
     Args:
-        do: What this rank does.
+        do: The function that this rank runs.
         rank: This rank.
         gather: Returns what all ranks pass to it, in rank order.
         what: The beginning of the error, such as "the state could not be gathered".
         same: Returns the part of the result that must be equal on all ranks.
 
     Returns:
-        What ``do`` returns here.
+        The result of ``do`` on this rank.
 
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank, or ranks disagree.
     """
-    result, told, cause = None, None, None
+    result, own_failure, cause = None, None, None
     try:
         result = do()
     except Exception as error:
-        told, cause = failure(rank, error), error
+        own_failure, cause = failure(rank, error), error
     shown = repr(same(result)) if cause is None and same is not None else None  # type: ignore[arg-type]
-    answers = gather((told, shown, what))
+    answers = gather((own_failure, shown, what))
     # If ranks disagree on the error's class, the first one's is raised on all of them.
     what = answers[0][2]
     failures = [tuple(each) for each, _, _ in answers if each is not None]

@@ -41,9 +41,9 @@ class Groups(Generic[Group]):
         self.pp_group = self._make("pp")
         self.dp_group = self._make("dp")
         self.tp_group = self._make("tp")
-        is_divided = self.tp_group is not None
-        self.rdp_group = self._make("rdp") if is_divided else self.dp_group
-        self.mp_group = self._make("mp") if is_divided else self.pp_group
+        has_slices = self.tp_group is not None
+        self.rdp_group = self._make("rdp") if has_slices else self.dp_group
+        self.mp_group = self._make("mp") if has_slices else self.pp_group
         # Groups of the communication API; kinds with the same members share one.
         self._objects: dict[tuple[int, ...], Group | None] = {}
         for name in self.members:

@@ -37,22 +37,23 @@ class Objects:
 
     Args:
         groups: The coordinates of this process (``rank``, ``members``); raises before ``smp.init``.
-        post: Sends a value to other global ranks; returns when they have received it.
-        take: Returns the next value from a global rank.
+        send_to: Sends a value to other global ranks; returns when they have received it.
+        receive: Returns the next value from a global rank.
         gather: Returns the values of all ranks of a kind of group, in their order.
-        meet: Barrier of a kind of group; returns when all its ranks have called it.
+        wait_for_all: Barrier of a kind of group; returns when all its ranks have called it.
     """
 
     def __init__(
         self,
         groups: Callable[[], Any],
-        post: Callable[[Any, list[int]], None],
-        take: Callable[[int], Any],
+        send_to: Callable[[Any, list[int]], None],
+        receive: Callable[[int], Any],
         gather: Callable[[Any, str], list[Any]],
-        meet: Callable[[str], None],
+        wait_for_all: Callable[[str], None],
     ) -> None:
         self._groups = groups
-        self._post, self._take, self._gather, self._meet = post, take, gather, meet
+        self._send_to, self._receive = send_to, receive
+        self._gather, self._wait_for_all = gather, wait_for_all
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
         """Send an object to one rank, which calls :func:`recv_from`, and wait until it has received the object.
@@ -66,7 +67,7 @@ class Objects:
             SMPPeerFailedError: The receiver has ended.
         """
         with errors.translated(CLASSES):
-            self._post(obj, [self._global_rank(dest_rank, rank_type)])
+            self._send_to(obj, [self._global_rank(dest_rank, rank_type)])
 
     def recv_from(self, src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
         """Receive the object that a rank sends or broadcasts.
@@ -82,7 +83,7 @@ class Objects:
             SMPPeerFailedError: The sender has ended.
         """
         with errors.translated(CLASSES):
-            return self._take(self._global_rank(src_rank, rank_type))
+            return self._receive(self._global_rank(src_rank, rank_type))
 
     def broadcast(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
         """Send an object to all other ranks of a group, each of which calls :func:`recv_from`.
@@ -98,7 +99,7 @@ class Objects:
         """
         with errors.translated(CLASSES):
             groups = self._groups()
-            self._post(obj, [rank for rank in groups.members[_name(group)] if rank != groups.rank])
+            self._send_to(obj, [rank for rank in groups.members[_name(group)] if rank != groups.rank])
 
     def allgather(self, obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
         """Gather the objects of all ranks of a group. All of them call it.
@@ -128,7 +129,7 @@ class Objects:
         with errors.translated(CLASSES):
             name = _name(group)
             if len(self._groups().members[name]) > 1:
-                self._meet(name)
+                self._wait_for_all(name)
 
     def mp_barrier(self) -> None:
         """:func:`barrier` of the ranks that hold one model together."""

@@ -79,4 +79,4 @@ def check_names(names: Collection[str], parameters: Collection[str], what: str) 
     """
     for name in names:
         if name not in parameters:
-            raise SMPValidationError(f"`{what}` names `{name}`, which is no parameter of the function")
+            raise SMPValidationError(f"`{what}` names `{name}`, which is not a parameter of the function")

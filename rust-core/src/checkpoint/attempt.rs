@@ -29,9 +29,9 @@ pub(super) const OLD: &str = "old";
 const ENDING: &str = ".smd-attempt";
 /// How long a rank sleeps between two polls of other ranks' files: a fraction of the time it has waited, within
 /// bounds.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+const POLL_INTERVAL_BOUNDS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
-/// What an attempt saves, and which ranks take part. All fields except `rank` are equal on all ranks.
+/// The contents of an attempt, and the ranks that take part. All fields except `rank` are equal on all ranks.
 #[derive(Clone, Debug)]
 pub struct SaveSpec {
     /// The directory of checkpoints.
@@ -101,8 +101,8 @@ impl SaveAttempt {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a file or folder that a save must not replace has the checkpoint's name;
-    /// [`Error::Timeout`] if rank 0 does not create the folder in time; or the error of `look`.
-    pub fn open(setting: SaveSpec, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
+    /// [`Error::Timeout`] if rank 0 does not create the folder in time; or the error of `check`.
+    pub fn open(setting: SaveSpec, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
         let folder = setting.folder();
         if setting.rank > 0 {
             place::check_tag(&setting.tag)?;
@@ -114,7 +114,7 @@ impl SaveAttempt {
             };
             // An NFS client may have cached that the folder did not exist; opening it asks the server.
             let is_there = || Ok(File::open(folder.join(DATA)).is_ok());
-            wait_until(timeout, look, is_there, expired)?;
+            wait_until(timeout, check, is_there, expired)?;
             let status = StatusFile::create(&folder, setting.rank)?;
             return Ok(Self { setting, folder, status });
         }
@@ -149,7 +149,7 @@ impl SaveAttempt {
         self.folder.join(DATA)
     }
 
-    /// Tells rank 0 what this rank has written.
+    /// Writes the note with which rank 0 learns the files that this rank has written.
     pub(super) fn report(&self, note: &WrittenFiles) -> Result<()> {
         let text = serde_json::to_vec(note).expect("names and numbers are JSON");
         put(&self.folder, &self.folder, &note_name(self.setting.rank), &text, self.setting.durable)?;
@@ -220,7 +220,7 @@ impl SaveAttempt {
     }
 
     /// On rank 0: waits until all ranks have reported, and returns the reports.
-    pub(super) fn gather(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
+    pub(super) fn gather(&self, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<Vec<WrittenFiles>> {
         let world = self.setting.world;
         let (mut missing, mut seen) = ((0..world).collect::<Vec<_>>(), vec![false; world]);
         let mut ready = || {
@@ -236,7 +236,7 @@ impl SaveAttempt {
                 }
                 // Not even the reason could be written to that rank's disk.
                 None if seen[rank] && !status::exists(&self.folder, rank) => {
-                    failure.get_or_insert_with(|| format!("rank {rank}: it gave up, and could not write why"));
+                    failure.get_or_insert_with(|| format!("rank {rank}: it stopped, and could not write the reason"));
                     true
                 }
                 None => true,
@@ -247,7 +247,7 @@ impl SaveAttempt {
             }
         };
         let start = Instant::now();
-        let late = wait_until(timeout, look, &mut ready, |waited| Error::Timeout {
+        let late = wait_until(timeout, check, &mut ready, |waited| Error::Timeout {
             during: self.setting.during(),
             waited,
             missing: Vec::new(),
@@ -269,12 +269,12 @@ impl SaveAttempt {
     }
 
     /// On the other ranks: waits until rank 0 has renamed the checkpoint.
-    pub(super) fn follow(&self, timeout: Duration, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    pub(super) fn follow(&self, timeout: Duration, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let ready = || match status::read(&self.folder, 0) {
             Some(Status::Committed) => Ok(true),
             Some(Status::Failed(why)) => Err(Error::io(self.setting.during(), std::io::Error::other(why))),
             None if !status::exists(&self.folder, 0) => {
-                let why = "rank 0: it gave up, and could not write why";
+                let why = "rank 0: it stopped, and could not write the reason";
                 Err(Error::io(self.setting.during(), std::io::Error::other(why)))
             }
             _ => Ok(false),
@@ -285,7 +285,7 @@ impl SaveAttempt {
             missing: vec![0],
             limit: Limit::Checkpoint,
         };
-        wait_until(timeout, look, ready, expired)
+        wait_until(timeout, check, ready, expired)
     }
 
     /// Fails an attempt that this rank cannot complete: frees disk space, and reports the reason to the other ranks.
@@ -350,7 +350,7 @@ pub(super) fn sync_if(durable: bool, path: &Path) -> Result<()> {
 
 fn wait_until(
     timeout: Duration,
-    look: &mut dyn FnMut() -> Result<()>,
+    check: &mut dyn FnMut() -> Result<()>,
     mut ready: impl FnMut() -> Result<bool>,
     expired: impl Fn(Duration) -> Error,
 ) -> Result<()> {
@@ -360,8 +360,8 @@ fn wait_until(
         if waited > timeout {
             return Err(expired(waited));
         }
-        look()?;
-        std::thread::sleep((waited / 20).clamp(LOOKS.0, LOOKS.1));
+        check()?;
+        std::thread::sleep((waited / 20).clamp(POLL_INTERVAL_BOUNDS.0, POLL_INTERVAL_BOUNDS.1));
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use super::attempt::{OLD, SaveAttempt, SaveSpec, sync_if};
 use super::files::{exchange, move_to_free, put};
 use super::manifest::Manifest;
 use super::mark::{FileRole, Mark};
-use super::place::{self, NEWEST, content_name, list, look};
+use super::place::{self, NEWEST, content_name, list, metadata_of};
 use super::recover::{is_whole_and_ours, remove_checkpoint};
 use super::write::WrittenFiles;
 use super::{MANIFEST, failed};
@@ -33,7 +33,7 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
                 return Err(Error::Mismatch {
                     during: format!("saving checkpoint `{tag}`"),
                     detail: format!(
-                        "tensor `{}` is {} {:?} on one and {} {:?} on another",
+                        "tensor `{}` is {} {:?} on one rank and {} {:?} on another",
                         tensor.name, last.dtype, last.shape, tensor.dtype, tensor.shape
                     ),
                 });
@@ -60,7 +60,7 @@ pub(super) fn commit(attempt: &SaveAttempt, mut manifest: Manifest, notes: Vec<W
 /// Renames the folder `data` to `place`. A previous folder of that name is in the attempt's folder afterwards.
 fn take_place(attempt: &SaveAttempt, data: &Path, place: &Path) -> Result<()> {
     let SaveSpec { directory, tag, durable, exchange: may_exchange, .. } = attempt.setting();
-    if look(place)?.is_none() {
+    if metadata_of(place)?.is_none() {
         move_to_free(data, place)?;
     } else if !*may_exchange || !exchange(data, place)? {
         // Two renames. A reader between them, or after a kill between them, finds the previous checkpoint (CKPT-7).
@@ -92,23 +92,23 @@ pub(super) fn commit_full(attempt: &SaveAttempt) -> Result<()> {
     let (data, old) = (attempt.data(), attempt.folder().join(OLD));
     let (model, content) = (data.join("model"), data.join("user_content"));
     let (model_place, content_place) = (directory.join(tag), directory.join(content_name(tag)));
-    let has_model = look(&model)?.is_some();
+    let has_model = metadata_of(&model)?.is_some();
     if has_model {
         Mark::put(&model, FileRole::Model, *number, *durable)?;
     }
-    if look(&content)?.is_some() {
+    if metadata_of(&content)?.is_some() {
         // Without a model file in this attempt, the content belongs to the existing one.
         let belongs = if has_model { None } else { place::attempt_of(&model_place) };
         Mark::put(&content, FileRole::UserContent, belongs.unwrap_or(*number), *durable)?;
     }
     sync_if(*durable, &data)?;
     place::check(directory, tag, *kind)?;
-    if has_model && look(&content_place)?.is_some() {
+    if has_model && metadata_of(&content_place)?.is_some() {
         make_old(&old)?;
         fs::rename(&content_place, old.join(content_name(tag))).map_err(failed("renaming", &content_place))?;
     }
     for (from, to) in [(&content, &content_place), (&model, &model_place)] {
-        if look(from)?.is_some() {
+        if metadata_of(from)?.is_some() {
             fs::rename(from, to).map_err(failed("renaming", from))?;
         }
     }
@@ -126,7 +126,7 @@ pub(super) fn retain(attempt: &SaveAttempt, keep: usize) -> Result<()> {
     for (_, other) in others {
         let place = directory.join(&other);
         if !is_whole_and_ours(&place, *kind)? {
-            tracing::warn!("`{}` stays: it holds more than its checkpoint", place.display());
+            tracing::warn!("`{}` is kept, because it contains more than its checkpoint", place.display());
             continue;
         }
         // Renamed to a hidden name first, so that a partly removed checkpoint is not taken for a complete one.

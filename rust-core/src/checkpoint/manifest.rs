@@ -62,7 +62,7 @@ impl Serialize for StoredDType {
 impl<'de> Deserialize<'de> for StoredDType {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let name = String::deserialize(deserializer)?;
-        Self::named(&name).ok_or_else(|| de::Error::custom(format!("`{name}` is no element type")))
+        Self::named(&name).ok_or_else(|| de::Error::custom(format!("`{name}` is not an element type")))
     }
 }
 
@@ -212,12 +212,12 @@ impl Manifest {
     /// [`Error::InvalidArgument`] if the checksum does not match, or a value is out of range.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let no_manifest =
-            |error: serde_json::Error| Error::InvalidArgument(format!("no manifest of a checkpoint: {error}"));
+            |error: serde_json::Error| Error::InvalidArgument(format!("not the manifest of a checkpoint: {error}"));
         let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(no_manifest)?;
         let found = crc32fast::hash(envelope.manifest.get().as_bytes());
         if found != envelope.crc {
             return Err(Error::InvalidArgument(format!(
-                "the manifest has the checksum {found:08x}, and was written with {:08x}",
+                "the manifest has the checksum {found:08x}, expected {:08x}",
                 envelope.crc
             )));
         }
@@ -239,13 +239,16 @@ impl Manifest {
     pub fn check(&self) -> Result<()> {
         let bad = |text: String| Err(Error::InvalidArgument(text));
         if self.format != Self::FORMAT {
-            return bad(format!("the checkpoint's format is `{}`, and `{}` is known", self.format, Self::FORMAT));
+            return bad(format!("the checkpoint's format is `{}`, expected `{}`", self.format, Self::FORMAT));
         }
         let mut names = HashSet::new();
         for file in &self.files {
             let plain = !file.name.is_empty() && !file.name.starts_with('.') && !file.name.contains(['/', '\\', '\0']);
             if !plain || !names.insert(&file.name) {
-                return bad(format!("`{}` is no name for a file of a checkpoint, or there twice", file.name));
+                return bad(format!(
+                    "`{}` is not a valid name for a file of a checkpoint, or is listed twice",
+                    file.name
+                ));
             }
             if file.header_bytes > file.bytes {
                 return bad(format!(
@@ -255,7 +258,7 @@ impl Manifest {
             }
         }
         if !self.tensors.is_sorted_by(|a, b| a.name < b.name) {
-            return bad("tensors are not in the order of their names, or one is there twice".into());
+            return bad("tensors are not sorted by name, or one is listed twice".into());
         }
         self.tensors.iter().try_for_each(|tensor| self.check_tensor(tensor))
     }
@@ -265,12 +268,12 @@ impl Manifest {
         let bad = |text: String| Err(Error::InvalidArgument(format!("tensor `{name}`: {text}")));
         let elems = |slice: &Slice| slice.elems().filter(|elems| elems.checked_mul(tensor.dtype.bytes()).is_some());
         let Some(whole) = elems(&Slice::whole(&tensor.shape)) else {
-            return bad(format!("no memory has room for {:?}", tensor.shape));
+            return bad(format!("shape {:?} is too large for any memory", tensor.shape));
         };
         let mut covered = 0_u64;
         for piece in &tensor.pieces {
             if !piece.slice.lies_in(&tensor.shape) {
-                return bad(format!("slice {:?} of {:?} does not lie in it", piece.slice, tensor.shape));
+                return bad(format!("slice {:?} is not inside of shape {:?}", piece.slice, tensor.shape));
             }
             // The slice lies inside the tensor, whose size does not overflow.
             let elems = elems(&piece.slice).expect("a part is no larger than the whole");
@@ -285,7 +288,7 @@ impl Manifest {
             }
         }
         if covered != whole {
-            return bad(format!("its pieces have {covered} elements, and it has {whole}"));
+            return bad(format!("its pieces have {covered} elements, expected {whole}"));
         }
         // The slices have as many elements as the tensor and none twice, so they cover it.
         let mut pieces: Vec<&Slice> =

@@ -95,10 +95,7 @@ impl Mark {
         let file = File::open(path).map_err(failed("opening", path))?;
         let found = sum(&file, mark.bytes).map_err(failed("reading", path))?;
         if found != mark.crc {
-            return Err(damaged(
-                path,
-                format!("it has the checksum {found:08x}, and was written with {:08x}", mark.crc),
-            ));
+            return Err(damaged(path, format!("it has the checksum {found:08x}, expected {:08x}", mark.crc)));
         }
         Ok(())
     }

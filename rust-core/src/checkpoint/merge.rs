@@ -48,7 +48,7 @@ pub fn merge(checkpoint: &Checkpoint, prefix: &str, out: &Path, threads: usize) 
             held: false,
         })
         .collect();
-    let name = out.file_name().ok_or_else(|| Error::InvalidArgument(format!("`{}` is no file", out.display())))?;
+    let name = out.file_name().ok_or_else(|| Error::InvalidArgument(format!("`{}` is not a file", out.display())))?;
     let beside = out.with_file_name(format!(".{}.new", name.to_string_lossy()));
     let (file, offsets) = FileWriter::create(&beside, &sources)?;
     let mut buffer = Vec::new();

@@ -25,19 +25,19 @@ pub fn check_tag(tag: &str) -> Result<()> {
     let why = if tag.is_empty() {
         "it is empty"
     } else if tag.contains('/') {
-        "it has a `/`, and a checkpoint lies in its folder itself"
+        "it has a `/`, but a checkpoint must lie directly in its folder"
     } else if tag.starts_with('.') {
         "it begins with a dot"
     } else if tag.contains('\0') {
         "it has a zero byte"
     } else if tag == NEWEST {
-        "the file that names the newest checkpoint is called so"
+        "it is the name of the file that records the newest checkpoint"
     } else if tag.len() > TAG_BYTES {
         "it has more than 200 bytes"
     } else {
         return Ok(());
     };
-    Err(Error::InvalidArgument(format!("{tag:?} is no name for a checkpoint: {why}")))
+    Err(Error::InvalidArgument(format!("{tag:?} is not a valid name for a checkpoint: {why}")))
 }
 
 /// The name of the file with the user content of a full checkpoint.
@@ -52,7 +52,7 @@ pub(super) fn content_name(tag: &str) -> String {
 /// [`Error::InvalidArgument`] naming the path in the way, and [`Error::Io`] if it cannot be read.
 pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result<()> {
     check_tag(tag)?;
-    if let Some(found) = look(directory)?.filter(|found| !found.is_dir() && !found.is_symlink()) {
+    if let Some(found) = metadata_of(directory)?.filter(|found| !found.is_dir() && !found.is_symlink()) {
         let what = if found.is_file() { "a file" } else { "no folder" };
         return Err(Error::InvalidArgument(format!("`{}` is {what}: expected a folder", directory.display())));
     }
@@ -65,7 +65,7 @@ pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result
         return check_file(&directory.join(content_name(tag)), FileRole::UserContent);
     }
     check_newest(&directory.join(NEWEST))?;
-    let Some(found) = look(&place)? else { return Ok(()) };
+    let Some(found) = metadata_of(&place)? else { return Ok(()) };
     if !found.is_dir() {
         return Err(foreign(&place, if found.is_symlink() { "is a symbolic link" } else { "is a file" }));
     }
@@ -74,13 +74,13 @@ pub(super) fn check(directory: &Path, tag: &str, kind: CheckpointKind) -> Result
         return Err(foreign(&place, &format!("is a {} checkpoint", manifest.kind)));
     }
     match foreign_file(&place, &manifest)? {
-        Some(name) => Err(foreign(&place, &format!("holds `{name}`, which is no part of the checkpoint"))),
+        Some(name) => Err(foreign(&place, &format!("holds `{name}`, which is not part of the checkpoint"))),
         None => Ok(()),
     }
 }
 
 fn check_file(path: &Path, role: FileRole) -> Result<()> {
-    match look(path)? {
+    match metadata_of(path)? {
         None => Ok(()),
         Some(found) if found.is_symlink() => Err(foreign(path, "is a symbolic link")),
         Some(found) if found.is_dir() => Err(foreign(path, "is a folder")),
@@ -94,7 +94,7 @@ fn check_file(path: &Path, role: FileRole) -> Result<()> {
 
 /// Reads the tag in the file `newest`. The file is empty if the power failed while it was written without `durable`.
 fn check_newest(path: &Path) -> Result<()> {
-    let Some(found) = look(path)? else { return Ok(()) };
+    let Some(found) = metadata_of(path)? else { return Ok(()) };
     let is_ours = found.is_file()
         && found.len() <= TAG_BYTES as u64 + 1
         && fs::read_to_string(path).is_ok_and(|text| text.trim().is_empty() || check_tag(text.trim()).is_ok());
@@ -109,7 +109,7 @@ fn foreign(path: &Path, what: &str) -> Error {
 }
 
 /// The file type at a path, without following links.
-pub(super) fn look(path: &Path) -> Result<Option<Metadata>> {
+pub(super) fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
     match path.symlink_metadata() {
         Ok(found) => Ok(Some(found)),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound) => Ok(None),
@@ -216,7 +216,7 @@ pub fn newest(directory: &Path) -> Result<Option<String>> {
             return Ok(Some(tag.to_owned()));
         }
     }
-    if look(directory)?.is_none() {
+    if metadata_of(directory)?.is_none() {
         return Ok(None);
     }
     Ok(list(directory, CheckpointKind::Sharded)?.pop().map(|(_, tag)| tag))

@@ -88,8 +88,8 @@ impl Checkpoint {
     /// Fills all targets with `threads` threads. Reads only chunks that a target needs.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such tensor or slice; [`Error::Io`] if a file is damaged or cannot be read. Targets
-    /// then have unspecified contents.
+    /// [`Error::InvalidArgument`] if there is no such tensor or slice; [`Error::Io`] if a file is damaged or cannot be
+    /// read. Targets then have unspecified contents.
     ///
     /// # Safety
     /// Each target's memory is writable, and no other code uses it meanwhile; no two targets overlap.
@@ -105,7 +105,7 @@ impl Checkpoint {
             let bytes = target.slice.elems().and_then(|elems| elems.checked_mul(tensor.dtype.bytes()));
             if !target.slice.lies_in(&tensor.shape) || bytes != Some(target.bytes) {
                 return Err(Error::InvalidArgument(format!(
-                    "tensor `{}` is {} {:?} in checkpoint `{}`; {:?} in {} bytes is no slice of it",
+                    "tensor `{}` is {} {:?} in checkpoint `{}`; {:?} in {} bytes is not a slice of it",
                     target.name, tensor.dtype, tensor.shape, self.tag, target.slice, target.bytes
                 )));
             }
@@ -194,7 +194,7 @@ impl Checkpoint {
         let file = File::open(&path).map_err(failed("opening", &path))?;
         let bytes = file.metadata().map_err(failed("reading", &path))?.len();
         if bytes != entry.bytes {
-            return Err(damaged(&path, format!("it has {bytes} bytes, and was written with {}", entry.bytes)));
+            return Err(damaged(&path, format!("it has {bytes} bytes, expected {}", entry.bytes)));
         }
         Ok(file)
     }
@@ -254,7 +254,8 @@ impl Checkpoint {
         let buffer: &mut [u8] = match whole {
             Some(run) => {
                 let to = read.address + (run.to + (begin - run.from)) as usize;
-                // SAFETY: the run's place lies inside the target's memory, as `runs` computes it from the target's slice.
+                // SAFETY: the run's place lies inside the target's memory, as `runs` computes it from the target's
+                // slice.
                 unsafe { std::slice::from_raw_parts_mut(to as *mut u8, bytes) }
             }
             None => {
@@ -268,7 +269,7 @@ impl Checkpoint {
             return Err(damaged(
                 &path(),
                 format!(
-                    "bytes {} to {} of it, in tensor `{}`, have the checksum {found:08x}, and were written with {written:08x}",
+                    "bytes {} to {} of it, in tensor `{}`, have the checksum {found:08x}, expected {written:08x}",
                     read.piece.offset + begin,
                     read.piece.offset + end,
                     read.tensor.name

@@ -9,12 +9,12 @@ use std::time::Duration;
 use super::attempt::{self, DATA, OLD};
 use super::files::{make_folders, move_to_free};
 use super::manifest::CheckpointKind;
-use super::place::{attempt_of, content_name, foreign_file, look, manifest_of};
+use super::place::{attempt_of, content_name, foreign_file, manifest_of, metadata_of};
 use super::{MANIFEST, failed, status};
 use crate::error::{Error, Result};
 
 /// How long a folder without a status file is left alone: its rank 0 may be about to write one.
-const YOUNG: Duration = Duration::from_secs(60);
+const NEW_FOLDER_AGE: Duration = Duration::from_secs(60);
 
 /// Whether a save writes files with this name.
 fn is_known(name: &str) -> bool {
@@ -49,7 +49,7 @@ pub fn clean(directory: &Path) -> Result<()> {
         let holders = status::all(&found.folder);
         let is_young = || {
             let made = found.folder.metadata().and_then(|folder| folder.modified());
-            made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age < YOUNG))
+            made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age < NEW_FOLDER_AGE))
         };
         let is_free = if holders.is_empty() { !is_young() } else { status::are_free(&holders) };
         if is_free {
@@ -67,7 +67,7 @@ pub fn clean(directory: &Path) -> Result<()> {
 pub(super) fn settle_and_remove(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result<()> {
     let is_complete = attempt_of(&directory.join(tag)) == Some(number);
     if !is_complete {
-        bring_back(directory, tag, number, folder)?;
+        restore_replaced(directory, tag, number, folder)?;
     }
     for entry in fs::read_dir(folder.join(OLD)).into_iter().flatten().flatten() {
         // A file that could not be moved back, because its name is in use again, stays here.
@@ -82,7 +82,7 @@ pub(super) fn settle_and_remove(directory: &Path, tag: &str, number: u64, folder
 }
 
 /// Restores the checkpoint that an incomplete attempt had moved into its folder, under its old name.
-fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result<()> {
+fn restore_replaced(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result<()> {
     // The content file of a full checkpoint was renamed before the model file, whose rename completes the checkpoint.
     let content = directory.join(content_name(tag));
     let is_unfinished = content.is_file() && attempt_of(&content) == Some(number);
@@ -94,7 +94,7 @@ fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result
     }
     for entry in fs::read_dir(folder.join(OLD)).into_iter().flatten().flatten() {
         let place = directory.join(entry.file_name());
-        if look(&place)?.is_none() {
+        if metadata_of(&place)?.is_none() {
             move_to_free(&entry.path(), &place)?;
         }
     }
@@ -105,7 +105,7 @@ fn bring_back(directory: &Path, tag: &str, number: u64, folder: &Path) -> Result
 /// Another rank may do the same concurrently.
 pub(super) fn remove_checkpoint(place: &Path) -> Result<()> {
     let gone = |error: &std::io::Error| error.kind() == std::io::ErrorKind::NotFound;
-    let Some(found) = look(place)? else { return Ok(()) };
+    let Some(found) = metadata_of(place)? else { return Ok(()) };
     if !found.is_dir() {
         return match fs::remove_file(place) {
             Err(error) if !gone(&error) => Err(failed("removing", place)(error)),

@@ -15,7 +15,7 @@ use super::write::{RankSave, write};
 use crate::error::{Error, Result};
 
 /// How long a caller sleeps between two polls of a running save.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Options that are common to all saves of a [`Saver`].
 #[derive(Clone, Debug)]
@@ -86,8 +86,8 @@ impl Saver {
     ///
     /// # Errors
     /// As [`SaveAttempt::open`]; or the error of the previous background save, if no call has returned it yet.
-    pub fn open(&self, tag: &str, attempt: u64, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        self.wait(look)?;
+    pub fn open(&self, tag: &str, attempt: u64, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.wait(check)?;
         let SaveOptions { directory, rank, world, durable, exchange, timeout, .. } = self.options.clone();
         let kind = CheckpointKind::Sharded;
         let setting =
@@ -95,7 +95,7 @@ impl Saver {
         // Releases the lock of the previous attempt first.
         *self.opened.lock() = None;
         *self.last.lock() = Some(setting.clone());
-        *self.opened.lock() = Some(SaveAttempt::open(setting, timeout, look)?);
+        *self.opened.lock() = Some(SaveAttempt::open(setting, timeout, check)?);
         Ok(())
     }
 
@@ -120,18 +120,18 @@ impl Saver {
         content: serde_json::Value,
         mut job: RankSave,
         asynchronous: bool,
-        look: &mut dyn FnMut() -> Result<()>,
+        check: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let begun = |found: &Option<SaveAttempt>| {
             found.as_ref().is_some_and(|found| found.setting().tag == tag && found.setting().number == attempt)
         };
         if !begun(&self.opened.lock()) {
-            self.open(tag, attempt, look)?;
+            self.open(tag, attempt, check)?;
         }
         let attempt = self.opened.lock().take().expect("it is open");
         let content = Content { step, layout, content };
         if !asynchronous {
-            return run(&self.options, attempt, content, &job, look);
+            return run(&self.options, attempt, content, &job, check);
         }
         // SAFETY: the caller's promise; the copies stay until the next save, which waits for this one.
         let staged = unsafe { self.staging.lock().take(&mut job.sources, self.options.threads) };
@@ -159,15 +159,15 @@ impl Saver {
         Ok(())
     }
 
-    /// Waits for the save in progress, if there is one; `look` is called periodically and its error ends the wait.
+    /// Waits for the save in progress, if there is one; `check` is called periodically and its error ends the wait.
     ///
     /// # Errors
-    /// As [`Saver::save`]; or the error of `look`.
-    pub fn wait(&self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    /// As [`Saver::save`]; or the error of `check`.
+    pub fn wait(&self, check: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let mut busy = self.outcome.busy.lock();
         while *busy {
-            if self.outcome.done.wait_for(&mut busy, LOOK).timed_out() {
-                look()?;
+            if self.outcome.done.wait_for(&mut busy, POLL_INTERVAL).timed_out() {
+                check()?;
             }
         }
         drop(busy);
@@ -195,13 +195,13 @@ fn run(
     attempt: SaveAttempt,
     content: Content,
     job: &RankSave,
-    look: &mut dyn FnMut() -> Result<()>,
+    check: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
     let result = write(&attempt.data(), options.rank, &job.sources, options.threads, options.durable)
         .and_then(|note| attempt.report(&note))
         .and_then(|()| match options.rank {
-            0 => finish(options, &attempt, content, look),
-            _ => attempt.follow(options.timeout, look),
+            0 => finish(options, &attempt, content, check),
+            _ => attempt.follow(options.timeout, check),
         });
     match &result {
         Ok(()) => attempt.leave(),
@@ -215,9 +215,9 @@ fn finish(
     options: &SaveOptions,
     attempt: &SaveAttempt,
     content: Content,
-    look: &mut dyn FnMut() -> Result<()>,
+    check: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
-    let notes = attempt.gather(options.timeout, look)?;
+    let notes = attempt.gather(options.timeout, check)?;
     commit(attempt, attempt.manifest(content.step, content.layout, content.content), notes)?;
     if let Some(keep) = options.keep {
         retain(attempt, keep)?;

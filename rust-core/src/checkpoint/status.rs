@@ -19,7 +19,7 @@ const TEXT_BYTES: usize = BYTES - 64;
 /// The suffix of status files.
 const ENDING: &str = ".status";
 
-/// What a rank reports to the others.
+/// The status that a rank reports to the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     /// The rank is still writing.

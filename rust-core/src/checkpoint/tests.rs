@@ -254,7 +254,7 @@ fn damage_is_found_and_named_and_the_previous_checkpoint_stays() {
                 let bytes = fs::read(file).unwrap();
                 fs::write(file, &bytes[..bytes.len() - 1]).unwrap();
             },
-            "and was written with",
+            ", expected ",
         ),
         ("a missing file", &|file| fs::remove_file(file).unwrap(), "No such file"),
         (
@@ -331,7 +331,7 @@ fn a_broken_attempt_leaves_what_was_there() {
 }
 
 #[test]
-fn what_somebody_writes_is_no_leftover() {
+fn a_running_attempt_is_not_removed() {
     let folder = TestFolder::new();
     let tensors = model();
     let hidden = folder.0.join(format!(".one.{:016x}.smd-attempt", 5));
@@ -358,7 +358,7 @@ fn what_somebody_writes_is_no_leftover() {
 }
 
 #[test]
-fn a_first_rank_that_cannot_say_what_is_newest_tells_the_others() {
+fn an_error_of_rank_0_about_the_newest_checkpoint_reaches_all_ranks() {
     let folder = TestFolder::new();
     let tensors = model();
     let parts = [whole(&tensors[..1]), whole(&tensors[1..])];
@@ -417,7 +417,7 @@ fn ranks_that_disagree_are_told() {
     let text = save(&folder.0, "x", 1, &[whole(std::slice::from_ref(&one)), whole(std::slice::from_ref(&one))])
         .unwrap_err()
         .text();
-    assert!(text.contains("tensor `a`: its pieces have 8 elements, and it has 4"), "{text}");
+    assert!(text.contains("tensor `a`: its pieces have 8 elements, expected 4"), "{text}");
     assert_eq!(newest(&folder.0).unwrap(), None);
     assert!(Checkpoint::open(&folder.0, Some("../x")).is_err());
 }
@@ -450,13 +450,13 @@ fn manifests_are_read_with_care() {
     type Change<'a> = &'a dyn Fn(&mut Manifest);
     let cases: [(Change<'_>, &str); 9] = [
         (&|m| m.format = "2".into(), "the checkpoint's format is `2`"),
-        (&|m| m.files[0].name = "../passwd".into(), "`../passwd` is no name"),
-        (&|m| m.files[1].name = m.files[0].name.clone(), "or there twice"),
-        (&|m| m.tensors.swap(0, 1), "not in the order of their names"),
+        (&|m| m.files[0].name = "../passwd".into(), "`../passwd` is not a valid name"),
+        (&|m| m.files[1].name = m.files[0].name.clone(), "or is listed twice"),
+        (&|m| m.tensors.swap(0, 1), "not sorted by name"),
         (&|m| m.tensors[embedding].pieces[0].file = 9, "there is no file 9"),
         (&|m| m.tensors[embedding].pieces[0].offset = u64::MAX - 7, "are not inside"),
-        (&|m| m.tensors[embedding].pieces[0].slice.start[0] = u64::MAX, "does not lie in it"),
-        (&|m| m.tensors[embedding].shape = vec![u64::MAX, 1000], "no memory has room for"),
+        (&|m| m.tensors[embedding].pieces[0].slice.start[0] = u64::MAX, "is not inside of shape"),
+        (&|m| m.tensors[embedding].shape = vec![u64::MAX, 1000], "is too large for any memory"),
         (&|m| m.tensors[embedding].pieces[0].crc.truncate(1), "checksums for 10000000 bytes"),
     ];
     for (change, words) in cases {

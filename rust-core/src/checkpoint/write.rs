@@ -49,7 +49,7 @@ impl SourceSlice {
         let size = Slice::whole(&self.shape).elems().and_then(|elems| elems.checked_mul(self.dtype.bytes()));
         if size.is_none() || !self.slice.lies_in(&self.shape) {
             return Err(Error::InvalidArgument(format!(
-                "tensor `{}`: {:?} is no slice of {:?}",
+                "tensor `{}`: {:?} is not a slice of {:?}",
                 self.name, self.slice, self.shape
             )));
         }
@@ -63,7 +63,7 @@ impl SourceSlice {
     }
 }
 
-/// What one rank saves.
+/// The data that one rank saves.
 #[derive(Default)]
 pub struct RankSave {
     /// Its tensors.

@@ -1,4 +1,5 @@
-//! The agreement on a call: each member publishes its call, and all members compare the calls before data moves (COL-3).
+//! The agreement on a call: each member publishes its call, and all members compare the calls before data moves
+//! (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
 use super::{Group, Window};
@@ -16,7 +17,7 @@ pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
 /// Turns a failed agreement into an error.
-fn judge(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
+fn check_agreement(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> Result<()> {
     // Every member reaches the same result, so none continues with this operation.
     let failed = agreement != CallAgreement::Agreed;
     group.in_step.set(failed);
@@ -51,7 +52,7 @@ pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
         call.received.len() as u64,
         message.len() as u64,
     ];
-    // SAFETY: the places lie in this member's part of the segment, which nobody reads before the next arrival
+    // SAFETY: the places lie in this member's part of the segment, which no member reads before the next arrival
     // (SHM-2); validation made each row empty or `size` long; the message was cut to its place.
     unsafe {
         memory.call(memory.me(), phase).write(words);
@@ -73,7 +74,7 @@ pub(crate) fn agree(memory: &SharedMemory, call: &Call, group: &Group<'_>) -> Re
         return Ok(Vec::new());
     }
     let calls: Vec<Call> = (0..memory.size()).map(|rank| read(memory, rank)).collect();
-    judge(compare(&calls, &group.members.ranks), call, group)?;
+    check_agreement(compare(&calls, &group.members.ranks), call, group)?;
     Ok(calls)
 }
 
@@ -98,7 +99,7 @@ pub(crate) fn offset_bytes(
     let offset = words_at(memory, rank, phase)[4] as usize;
     if !offset.is_multiple_of(64) || offset.checked_add(bytes).is_none_or(|end| end > window.bytes()) {
         return Err(Error::Internal(format!(
-            "member {rank} of this host gave offset {offset} for {bytes} bytes in a window of {}",
+            "member {rank} of this host passed offset {offset} for {bytes} bytes in a window of {}",
             window.bytes()
         )));
     }
@@ -173,7 +174,7 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
             let me = group.members.me;
             let members: Vec<usize> = (0..group.members.size()).collect();
             let result = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
-            judge(result, call, group)
+            check_agreement(result, call, group)
         }
     }
 }
@@ -191,13 +192,13 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
         let calls = (here.iter().enumerate())
             .map(|(position, member)| Ok((*member, decode(&get(memory, position, NOTE_CALL), group, *member)?)))
             .collect::<Result<_>>()?;
-        let speakers: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
-        let result = agree_in_tree(&speakers, map.host_of(group.members.me), calls, group)?;
+        let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
+        let result = agree_in_tree(&leaders, map.host_of(group.members.me), calls, group)?;
         put(memory, NOTE_RESULT, &encode(&result)?);
     }
     memory.sync(&group.wait)?;
     let result = decode(&get(memory, 0, NOTE_RESULT), group, here[0])?;
-    judge(result, call, group)
+    check_agreement(result, call, group)
 }
 
 /// The calls and results of the comparison lie in the results area, which a group on several hosts does not use
@@ -210,7 +211,7 @@ const NOTE_BYTES: usize = ARENA_BYTES / 2;
 fn put(memory: &SharedMemory, note: usize, bytes: &[u8]) {
     let length = bytes.len().min(NOTE_BYTES - 8);
     let place = memory.results(memory.me(), note);
-    // SAFETY: the place has NOTE_BYTES bytes, aligned; nobody reads it now.
+    // SAFETY: the place has NOTE_BYTES bytes, aligned; no code reads it now.
     unsafe {
         place.cast::<u64>().write(length as u64);
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(8), length);
@@ -250,7 +251,7 @@ fn agree_in_tree(
         calls.sort_by_key(|(member, _)| *member);
         let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
         if calls.len() != group.members.size() {
-            return Err(Error::Internal(format!("{} calls of {} members came", calls.len(), group.members.size())));
+            return Err(Error::Internal(format!("got {} calls of {} members", calls.len(), group.members.size())));
         }
         compare(&calls, &group.members.ranks)
     } else {

@@ -21,7 +21,7 @@ use crate::error::Error;
 /// Collectives of at most this many bytes are packed: copying them twice costs less than a synchronisation.
 const SMALL_BYTES: usize = 32 << 10;
 /// Largest number of bytes of a pack.
-const TOGETHER_BYTES: usize = 1 << 20;
+const MAX_PACK_BYTES: usize = 1 << 20;
 
 /// The phases of the collectives of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub(super) fn plan(requests: &[Request], me: usize, size: usize) -> Vec<BatchSte
             while let Some(Some((next, bytes))) = calls.get(end) {
                 let alike =
                     (next.kind, next.dtype, next.op, next.root) == (first.kind, first.dtype, first.op, first.root);
-                if !alike || together + bytes > TOGETHER_BYTES {
+                if !alike || together + bytes > MAX_PACK_BYTES {
                     break;
                 }
                 together += bytes;
@@ -188,7 +188,7 @@ impl PackedCollective {
     }
 
     /// Copies the results to the outputs.
-    pub(super) fn hand_out(&self) {
+    pub(super) fn copy_results(&self) {
         for (result, part) in &self.results {
             // SAFETY: the view's promise for one side; on the other, memory of this pack that is not used any more.
             unsafe { result.as_bytes_mut().copy_from_slice(part.as_bytes()) };

@@ -91,7 +91,7 @@ pub(crate) struct Call {
     pub(crate) kind: Kind,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
-    /// For operations on rows: number of elements of one row.
+    /// Rank of the root; for operations on rows, the number of elements of one row.
     pub(crate) root: usize,
     /// Number of elements of this member's block, or of the whole tensor if the kind has no blocks; for a window, its
     /// bytes. For operations on rows, this and the next field count rows.
@@ -323,7 +323,7 @@ fn is_member(name: &str, root: usize, size: usize) -> Result<()> {
     if root < size {
         return Ok(());
     }
-    Err(Error::InvalidArgument(format!("{name}: root {root} is no rank of a group of {size}")))
+    Err(Error::InvalidArgument(format!("{name}: root {root} is not a rank of a group of {size}")))
 }
 
 fn same_shape(name: &str, input: &TensorView, output: &TensorView) -> Result<()> {

@@ -36,11 +36,11 @@ mod tests;
 pub use batch::{BatchPhase, PhaseListener};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
-pub(crate) use cuda::Side;
+pub(crate) use cuda::SplitColor;
 pub use rows::MakeOutputs;
 pub use window::Window;
 
-/// What the device computes while a collective runs. NCCL may use more of the device if nothing does.
+/// Whether the device computes something else while a collective runs. NCCL may use more of the device if nothing does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overlap {
     /// A computation runs at the same time.
@@ -192,7 +192,7 @@ pub enum Request {
     },
 }
 
-/// What a running operation knows of its group.
+/// The properties of the group that a running operation uses.
 pub(crate) struct Group<'a> {
     transport: &'a dyn Transport,
     /// Memory that all members share, if they are on one host.

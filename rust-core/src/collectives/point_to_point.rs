@@ -1,5 +1,5 @@
-//! Point-to-point messages and the monitored barrier. Blocking messages run on the caller's thread. Asynchronous messages run
-//! on one thread, which the first of them starts. All messages are in flight at once (TRA-1).
+//! Point-to-point messages and the monitored barrier. Blocking messages run on the caller's thread. Asynchronous
+//! messages run on one thread, which the first of them starts. All messages are in flight at once (TRA-1).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::Request;
-use super::communicator::{Done, spoil};
+use super::communicator::{Done, note_panic};
 use crate::buffer::{Device, TensorView};
 use crate::error::{Error, Limit, Result};
 use crate::metrics;
-use crate::transport::{Message, NAP, Tag, Transport, Wait, wait_all};
+use crate::transport::{Message, POLL_INTERVAL, Tag, Transport, Wait, wait_all};
 use crate::world::Monitor;
 
 /// Tags of monitored barriers: of the question, and of answers and results. The number of the barrier is added to the
@@ -36,8 +36,8 @@ struct PointToPointShared {
     monitor: Arc<Monitor>,
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
-    /// The error of a spoiled group (COM-7).
-    spoiled: Arc<OnceLock<Error>>,
+    /// The error of a stopped group (COM-7).
+    panicked: Arc<OnceLock<Error>>,
     state: Mutex<PointToPointQueue>,
     changed: Condvar,
     barriers: AtomicU32,
@@ -68,7 +68,7 @@ impl PointToPoint {
         monitor: Arc<Monitor>,
         timeout: Duration,
         closed: Arc<OnceLock<String>>,
-        spoiled: Arc<OnceLock<Error>>,
+        panicked: Arc<OnceLock<Error>>,
     ) -> Self {
         let (state, changed, barriers, next_question) = Default::default();
         let shared = PointToPointShared {
@@ -77,7 +77,7 @@ impl PointToPoint {
             monitor,
             timeout,
             closed,
-            spoiled,
+            panicked,
             state,
             changed,
             barriers,
@@ -170,13 +170,13 @@ impl PointToPointShared {
         if let Some(reason) = self.closed.get() {
             return Err(Error::Closed { reason: reason.clone() });
         }
-        if let Some(error) = self.spoiled.get() {
+        if let Some(error) = self.panicked.get() {
             return Err(error.clone());
         }
         let size = self.transport.members().size();
         let check = |peer: Option<usize>, data: &TensorView| match (peer, data.device()) {
             (Some(peer), _) if peer >= size => Err(Error::InvalidArgument(format!(
-                "{}: rank {peer} is no rank of a group of {size}",
+                "{}: rank {peer} is not a rank of a group of {size}",
                 describe(request)
             ))),
             (_, Device::Cuda(_)) => {
@@ -214,26 +214,26 @@ impl PointToPointShared {
         let tag = TAG_BARRIER + Tag::from(call);
         let question = call.to_le_bytes();
         let mut here = vec![0u8; members.size()];
-        let (asked, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
+        let (questions, answers): (Vec<Message>, Vec<Message>) = (here.iter_mut().enumerate().skip(1))
             // SAFETY: `question` and `here` live, untouched, until `wait_all` or `cancel` has ended the messages.
             .map(|(peer, word)| unsafe {
-                let asked = transport.post_send(peer, TAG_QUESTION, question.as_ptr(), question.len());
-                (asked, transport.post_recv(Some(peer), tag, word, 1))
+                let question = transport.post_send(peer, TAG_QUESTION, question.as_ptr(), question.len());
+                (question, transport.post_recv(Some(peer), tag, word, 1))
             })
             .unzip();
         let outcome = wait_all(transport, &answers, &wait);
         // Cancels the receives. The questions themselves are small and were sent eagerly.
-        asked.iter().for_each(|message| transport.cancel(message));
+        questions.iter().for_each(|message| transport.cancel(message));
         let outcome_byte = [u8::from(outcome.is_err())];
         let came = (1..members.size()).filter(|&peer| matches!(answers[peer - 1].poll(), Some(Ok(_))));
         // SAFETY: `outcome_byte` lives until `wait_all` or `cancel` has ended the messages.
-        let told: Vec<Message> =
+        let notices: Vec<Message> =
             came.map(|peer| unsafe { transport.post_send(peer, tag, outcome_byte.as_ptr(), 1) }).collect();
         match outcome {
-            Ok(()) => wait_all(transport, &told, &wait),
+            Ok(()) => wait_all(transport, &notices, &wait),
             Err(Error::Timeout { waited, mut missing, limit, .. }) => {
                 // The first error is reported; an error while telling the others is ignored.
-                let _ = wait_all(transport, &told, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
+                let _ = wait_all(transport, &notices, &self.wait(&during, Instant::now(), Some(FAILURE_NOTICE), &[]));
                 missing.truncate(if all { missing.len() } else { 1 });
                 let names = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 let ranks = if missing.len() == 1 { "Rank" } else { "Ranks" };
@@ -244,7 +244,7 @@ impl PointToPointShared {
                 Err(Error::Timeout { during, waited, missing, limit })
             }
             Err(other) => {
-                told.iter().for_each(|message| transport.cancel(message));
+                notices.iter().for_each(|message| transport.cancel(message));
                 Err(other)
             }
         }
@@ -261,10 +261,10 @@ impl PointToPointShared {
         let (mut question, mut outcome_byte, word) = ([0u8; 4], [0u8], [1u8]);
         let (question_at, outcome_at) = (question.as_mut_ptr(), outcome_byte.as_mut_ptr());
         // SAFETY: the buffers live until the messages have ended: every way out of the loop cancels them.
-        let ask = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
+        let post_question = || unsafe { transport.post_recv(Some(0), TAG_QUESTION, question_at, 4) };
         // SAFETY: called after the receive that filled it has ended.
-        let heard = || u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
-        let mut asked = ask();
+        let read_question = || u32::from_le_bytes(unsafe { question_at.cast::<[u8; 4]>().read() });
+        let mut question = post_question();
         let mut unanswered = self.next_question.lock().take();
         let mut answered: Vec<Message> = Vec::new();
         let outcome = loop {
@@ -276,13 +276,13 @@ impl PointToPointShared {
                 break result.map(|_| unsafe { outcome_at.read() });
             }
             if unanswered.is_none()
-                && let Some(result) = asked.poll()
+                && let Some(result) = question.poll()
             {
                 if let Err(error) = result {
                     break Err(error);
                 }
-                unanswered = Some(heard());
-                asked = ask();
+                unanswered = Some(read_question());
+                question = post_question();
             }
             if let Some(call) = unanswered.take() {
                 answered.iter().for_each(|message| transport.cancel(message));
@@ -297,13 +297,13 @@ impl PointToPointShared {
                 continue;
             }
             match wait.check(|| first.to_vec()) {
-                Ok(()) => transport.doze(seen, NAP),
+                Ok(()) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Err(error) => break Err(error),
             }
         };
-        answered.iter().chain([&asked]).for_each(|message| transport.cancel(message));
-        if let Some(Ok(_)) = asked.poll() {
-            *self.next_question.lock() = Some(heard());
+        answered.iter().chain([&question]).for_each(|message| transport.cancel(message));
+        if let Some(Ok(_)) = question.poll() {
+            *self.next_question.lock() = Some(read_question());
         }
         let reached = |what: &str| {
             let (me, first) = (members.ranks[members.me], first[0]);
@@ -351,14 +351,14 @@ impl PointToPointShared {
                     Some(result) => {
                         let done = one.done;
                         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
-                            spoil(&self.spoiled, self.id, &*panic);
+                            note_panic(&self.panicked, self.id, &*panic);
                         }
                     }
                 }
             }
             pending = waiting;
             if pending.len() == before && self.state.lock().submitted.is_empty() {
-                self.transport.doze(seen, NAP);
+                self.transport.wait_doorbell(seen, POLL_INTERVAL);
             }
         }
     }
@@ -368,7 +368,7 @@ impl PointToPointShared {
             return Some(result.map(Some));
         }
         let during = || one.text.clone();
-        let error = match self.spoiled.get() {
+        let error = match self.panicked.get() {
             Some(error) => error.clone(),
             None => self.wait(&during, one.start, one.timeout, &one.partners).check(|| one.partners.clone()).err()?,
         };

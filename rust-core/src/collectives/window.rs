@@ -13,7 +13,7 @@ use super::call::Call;
 /// one.
 #[derive(Debug)]
 pub struct Window {
-    /// The group that made it, and its number in that group.
+    /// The group that created it, and its number in that group.
     group: u64,
     number: u64,
     bytes: usize,
@@ -30,7 +30,7 @@ enum Parts {
 }
 
 impl Window {
-    /// Makes window `number`. Every member calls it with the same number and size.
+    /// Creates window `number`. Every member calls it with the same number and size.
     pub(crate) fn create(number: u64, bytes: usize, group: &Group<'_>) -> Result<Self> {
         let (me, size) = (group.members.me, group.members.size());
         // An empty mapping is not possible. Rounding up keeps every address valid.
@@ -62,7 +62,7 @@ impl Window {
         Ok(Self { group: group.id, number, bytes, me, parts: Parts::Visible(segments) })
     }
 
-    /// The id of the group that made the window.
+    /// The id of the group that created the window.
     pub(crate) fn group(&self) -> u64 {
         self.group
     }
@@ -99,7 +99,7 @@ fn agree_on<T>(outcome: Result<T>, group: &Group<'_>, all: &[[u64; 4]]) -> Resul
     match all.iter().position(|member| member[0] != 1) {
         None => outcome,
         Some(culprit) => {
-            // All members know of the failure and none goes on.
+            // All members know of the failure, and none continues.
             group.in_step.set(true);
             outcome?;
             let rank = group.members.ranks[culprit];

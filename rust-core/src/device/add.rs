@@ -35,11 +35,11 @@ struct AdditionArgument {
 /// The views' promise holds until the addition is done; they do not overlap.
 pub unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()> {
     let Device::Cuda(device) = total.device() else {
-        return Err(Error::Unsupported("a tensor in CPU memory was to be added up on a device".to_owned()));
+        return Err(Error::Unsupported("a tensor in CPU memory was passed to an addition on a device".to_owned()));
     };
     if addend.device() != total.device() || addend.elems() != total.elems() {
         return Err(Error::InvalidArgument(format!(
-            "{} elements on {:?} were to be added to {} elements on {:?}",
+            "cannot add {} elements on {:?} to {} elements on {:?}",
             addend.elems(),
             addend.device(),
             total.elems(),

@@ -16,15 +16,15 @@ pub(crate) fn check(answer: CUresult, doing: impl FnOnce() -> String) -> Result<
 
 /// CUDA's name and text of a result code.
 pub(crate) fn text(answer: CUresult) -> String {
-    let ask = |look: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
+    let query = |function: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut found = std::ptr::null();
         // SAFETY: `found` is valid for the write; the driver is loaded, since it gave the answer.
-        let known = unsafe { look(answer, &mut found) } == CUresult::CUDA_SUCCESS && !found.is_null();
+        let known = unsafe { function(answer, &mut found) } == CUresult::CUDA_SUCCESS && !found.is_null();
         // SAFETY: the driver's strings are static and end with a zero.
         known.then(|| unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned())
     };
-    let name = ask(sys::cuGetErrorName).unwrap_or_else(|| format!("CUresult {}", answer as u32));
-    match ask(sys::cuGetErrorString) {
+    let name = query(sys::cuGetErrorName).unwrap_or_else(|| format!("CUresult {}", answer as u32));
+    match query(sys::cuGetErrorString) {
         Some(text) => format!("{name} ({text})"),
         None => name,
     }
@@ -38,7 +38,7 @@ pub fn available() -> Result<()> {
     static ANSWER: OnceLock<Result<()>> = OnceLock::new();
     ANSWER
         .get_or_init(|| {
-            // SAFETY: loading the driver runs its initialisers, which is what everybody who uses CUDA does.
+            // SAFETY: loading the driver runs its initialisers, as every program that uses CUDA does.
             if !unsafe { sys::is_culib_present() } {
                 return Err(Error::Unsupported("CUDA is not available: `libcuda.so.1` was not found".into()));
             }
@@ -114,7 +114,7 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is valid for the write, and the device was found above.
         check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, handle) }, || {
-            format!("making the context of `cuda:{device}`")
+            format!("creating the context of `cuda:{device}`")
         })?;
         let properties = properties(device, handle)?;
         let context: &'static Context = Box::leak(Box::new(Context { device, handle, raw, properties }));
@@ -140,8 +140,8 @@ impl Context {
         let guard = ending::enter_driver()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: `current` is valid for the write.
-        let asked = unsafe { sys::cuCtxGetCurrent(&mut current) };
-        check(asked, || "asking for the current CUDA context".into())?;
+        let outcome = unsafe { sys::cuCtxGetCurrent(&mut current) };
+        check(outcome, || "querying the current CUDA context".into())?;
         if current == self.raw {
             return Ok(ContextGuard { pushed: false, guard, not_send: std::marker::PhantomData });
         }
@@ -184,7 +184,7 @@ impl Context {
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: both are valid for the write.
         check(unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }, || {
-            "asking for the priorities of streams".into()
+            "querying the priorities of streams".into()
         })?;
         Ok((least, greatest))
     }
@@ -227,7 +227,7 @@ pub(crate) fn relaxed<T>(action: impl FnOnce() -> T) -> T {
 }
 
 fn properties(device: u16, handle: sys::CUdevice) -> Result<Properties> {
-    let during = || format!("asking for the properties of `cuda:{device}`");
+    let during = || format!("querying the properties of `cuda:{device}`");
     let attribute = |attribute: Attribute| -> Result<u32> {
         let mut value = 0;
         // SAFETY: `value` is valid for the write; the device was found by the driver.

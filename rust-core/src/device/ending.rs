@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// How long [`begin`] waits for running calls; one of them may be waiting for a departed member.
 const LIMIT: Duration = Duration::from_secs(2);
-const NAP: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 static GATE: Gate = Gate { ending: AtomicBool::new(false), calls: AtomicUsize::new(0) };
 
@@ -51,7 +51,7 @@ impl Gate {
             if start.elapsed() >= limit {
                 return false;
             }
-            std::thread::sleep(NAP);
+            std::thread::sleep(POLL_INTERVAL);
         }
         true
     }
@@ -84,7 +84,7 @@ mod tests {
         assert!(!gate.close(Duration::ZERO));
         assert!(gate.enter().is_err());
         let caller = std::thread::spawn(move || {
-            std::thread::sleep(5 * NAP);
+            std::thread::sleep(5 * POLL_INTERVAL);
             drop(outer);
         });
         assert!(gate.close(Duration::from_secs(60)));

@@ -30,7 +30,7 @@ impl Event {
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: `raw` is valid for the write and the context is current.
         check(unsafe { sys::cuEventCreate(&mut raw, flags) }, || {
-            format!("making an event on `cuda:{}`", context.device())
+            format!("creating an event on `cuda:{}`", context.device())
         })?;
         Ok(Self { raw, context })
     }
@@ -60,9 +60,7 @@ impl Event {
         // SAFETY: the event lives; the query needs no current context.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => {
-                check(answer, || format!("looking at an event of `cuda:{}`", self.context.device())).map(|()| true)
-            }
+            answer => check(answer, || format!("querying an event of `cuda:{}`", self.context.device())).map(|()| true),
         }
     }
 }

@@ -139,8 +139,8 @@ impl Kernel {
     pub unsafe fn launch<T: Copy>(&self, grid: Grid, argument: &T, stream: &Stream) -> Result<()> {
         let _entered = self.context.enter()?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast()];
-        // SAFETY: function and stream live; the driver copies the argument, whose size it knows from the function, before
-        // it returns. The rest is the caller's promise.
+        // SAFETY: function and stream live; the driver copies the argument, whose size it knows from the function,
+        // before it returns. The rest is the caller's promise.
         let answer = unsafe {
             let parameters = arguments.as_mut_ptr();
             let none = std::ptr::null_mut();
@@ -200,7 +200,7 @@ pub fn compile(source: &KernelSource, defines: Defines<'_>, compute: (u32, u32))
     }
     let mut bytes = 0;
     // SAFETY: the program lives and was compiled; the size is valid for the write.
-    ask(unsafe {
+    check_nvrtc(unsafe {
         if native {
             nvrtc::nvrtcGetCUBINSize(program.0, &mut bytes)
         } else {
@@ -210,7 +210,7 @@ pub fn compile(source: &KernelSource, defines: Defines<'_>, compute: (u32, u32))
     // PTX is text whose size includes the terminating zero. The extra byte does no harm after machine code.
     let mut image = vec![0u8; bytes + 1];
     // SAFETY: the image has the room that was asked for.
-    ask(unsafe {
+    check_nvrtc(unsafe {
         let to = image.as_mut_ptr().cast();
         if native { nvrtc::nvrtcGetCUBIN(program.0, to) } else { nvrtc::nvrtcGetPTX(program.0, to) }
     })?;
@@ -229,7 +229,7 @@ impl CompiledProgram {
         let names = HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = std::ptr::null_mut();
         // SAFETY: all are strings that outlive the call, which copies them; the arrays have the length that is passed.
-        ask(unsafe {
+        check_nvrtc(unsafe {
             let count = HEADERS.len() as c_int;
             let (headers, names) = (headers.as_ptr(), names.as_ptr());
             nvrtc::nvrtcCreateProgram(&mut program, text.as_ptr(), name.as_ptr(), count, headers, names)
@@ -257,7 +257,7 @@ impl Drop for CompiledProgram {
     }
 }
 
-fn ask(answer: nvrtc::nvrtcResult) -> Result<()> {
+fn check_nvrtc(answer: nvrtc::nvrtcResult) -> Result<()> {
     match answer {
         nvrtc::nvrtcResult::NVRTC_SUCCESS => Ok(()),
         answer => Err(Error::Device { doing: "asking NVRTC".into(), answer: text(answer) }),
@@ -272,10 +272,10 @@ fn text(answer: nvrtc::nvrtcResult) -> String {
 fn supported() -> Result<Vec<c_int>> {
     let mut count = 0;
     // SAFETY: the count is valid for the write.
-    ask(unsafe { nvrtc::nvrtcGetNumSupportedArchs(&mut count) })?;
+    check_nvrtc(unsafe { nvrtc::nvrtcGetNumSupportedArchs(&mut count) })?;
     let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
     // SAFETY: there is room for as many as were announced.
-    ask(unsafe { nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()) })?;
+    check_nvrtc(unsafe { nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()) })?;
     Ok(known)
 }
 

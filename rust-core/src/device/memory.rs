@@ -195,7 +195,7 @@ impl HostMapped {
         let start = NonNull::new(host.cast::<u8>())
             .ok_or_else(|| Error::Internal("CUDA allocated host memory at the null pointer".into()))?;
         let mut memory = Self { host: start, device: 0, words, context };
-        // SAFETY: the memory was just allocated, and nobody else sees it yet.
+        // SAFETY: the memory was just allocated, and no other code sees it yet.
         unsafe { std::ptr::write_bytes(start.as_ptr(), 0, words * 4) };
         // SAFETY: `device` is valid for the write; the memory was allocated mapped.
         check(unsafe { sys::cuMemHostGetDevicePointer_v2(&mut memory.device, host, 0) }, during)?;
@@ -268,7 +268,7 @@ pub unsafe fn fill(to: u64, value: u8, bytes: usize, stream: &Stream) -> Result<
 pub unsafe fn copy_tensor(from: &TensorView, to: &TensorView) -> Result<()> {
     if from.bytes() != to.bytes() || from.device() != to.device() {
         return Err(Error::InvalidArgument(format!(
-            "{} bytes on {:?} were to be copied to {} bytes on {:?}",
+            "cannot copy {} bytes on {:?} to {} bytes on {:?}",
             from.bytes(),
             from.device(),
             to.bytes(),

@@ -108,7 +108,10 @@ impl Packer {
                 continue;
             }
             let blocks = u32::try_from(blocks).map_err(|_| {
-                Error::InvalidArgument(format!("{} tensors are too many bytes for one launch", chunk.len()))
+                Error::InvalidArgument(format!(
+                    "the arguments for {} tensors are too large for one launch",
+                    chunk.len()
+                ))
             })?;
             // SAFETY: `PiecesArgument` matches the kernel's parameter; the rest is the caller's promise.
             unsafe { self.kernel.launch(Grid { blocks, threads: THREADS }, &argument, stream)? };

@@ -57,7 +57,7 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is valid for the write and the context is current.
         check(unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, priority) }, || {
-            format!("making a stream on `cuda:{}`", context.device())
+            format!("creating a stream on `cuda:{}`", context.device())
         })?;
         Ok(Self { raw, context, owned: true })
     }
@@ -108,7 +108,7 @@ impl Stream {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let _entered = self.context.enter()?;
         // SAFETY: `status` is valid for the write and the stream lives.
-        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || self.asking())?;
+        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) }, || self.capture_query())?;
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
@@ -135,12 +135,12 @@ impl Stream {
             use std::ptr::null_mut as none;
             sys::cuStreamGetCaptureInfo_v3(self.raw, &mut status, &mut number, none(), none(), none(), none())
         };
-        check(answer, || self.asking())?;
+        check(answer, || self.capture_query())?;
         Ok(Some(Capture { number: Some(number) }))
     }
 
-    fn asking(&self) -> String {
-        format!("asking whether a stream of `cuda:{}` is captured", self.context.device())
+    fn capture_query(&self) -> String {
+        format!("querying whether a stream of `cuda:{}` is captured", self.context.device())
     }
 
     /// Whether all queued work is done.
@@ -152,9 +152,7 @@ impl Stream {
         // SAFETY: the stream lives.
         match unsafe { sys::cuStreamQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            answer => {
-                check(answer, || format!("looking at a stream of `cuda:{}`", self.context.device())).map(|()| true)
-            }
+            answer => check(answer, || format!("querying a stream of `cuda:{}`", self.context.device())).map(|()| true),
         }
     }
 
@@ -176,7 +174,7 @@ impl Drop for Stream {
         if self.owned
             && let Ok(_entered) = self.context.enter()
         {
-            // SAFETY: the stream is ours and nobody uses it any more; queued work is completed by the driver. An error
+            // SAFETY: the stream is ours and no code uses it any more; queued work is completed by the driver. An error
             // means that the driver is shutting down.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }

@@ -15,15 +15,15 @@ use crate::error::{Error, Result};
     version,
     override_usage = "smdrun -n N [OPTIONS] SCRIPT.py [ARGS]...\n       smdrun -n N [OPTIONS] -m MODULE [ARGS]...\n       \
                       smdrun doctor\n       smdrun plan -p N -m N [OPTIONS]\n       smdrun checkpoint inspect|verify|merge DIR\n       smdrun report TRACE\n       smdrun top [PID]",
-    after_help = "`smdrun doctor` says what OpenSMD finds on this machine and what to do about each gap; `smdrun plan` shows a\n\
-                  pipeline's schedule, `smdrun report` a timeline's; `smdrun checkpoint` looks at checkpoints;\n\
+    after_help = "`smdrun doctor` checks this machine and suggests remedies; `smdrun plan` shows the schedule of a pipeline;\n\
+                  `smdrun report` shows a step of a timeline; `smdrun checkpoint` inspects checkpoints;\n\
                   `smdrun top` shows what running ranks do.\n\
                   Each rank gets the environment that torchrun sets. Ctrl-C goes to all ranks; a second one ends them.\n\
                   The exit code is that of the rank that failed first, 128 + signal if a signal ended it."
 )]
 pub(super) struct LauncherArgs {
-    /// Processes to start; by default what `--hosts` or `mpi.processes_per_host` of the configuration
-    /// says, or with a configuration one for each GPU
+    /// Processes to start; default: the number in `--hosts` or in `mpi.processes_per_host` of the configuration,
+    /// or with a configuration one for each GPU
     #[arg(short = 'n', long = "num-processes", visible_alias = "nproc-per-node", value_name = "N", value_parser = num_processes)]
     pub num_processes: Option<usize>,
 
@@ -31,11 +31,11 @@ pub(super) struct LauncherArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
-    /// Sets a variable in the environment of every rank; wins over everything else. May be repeated
+    /// Sets a variable in the environment of every rank, overriding all other settings. May be repeated
     #[arg(long, value_name = "NAME=VALUE", value_parser = variable)]
     pub env: Vec<(String, String)>,
 
-    /// How long ranks may take to end by themselves after one failed or Ctrl-C was pressed
+    /// Grace period in which ranks may end by themselves after a rank failed or Ctrl-C was pressed
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub grace: Duration,
 
@@ -43,15 +43,15 @@ pub(super) struct LauncherArgs {
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 
-    /// Ends with a summary: steps, time in communication, exposed time, stalls, and the slowest rank
+    /// Prints a summary at the end: steps, time in communication, exposed time, stalls, and the slowest rank
     #[arg(long)]
     pub summary: bool,
 
-    /// As `horovodrun` does: lines begin with `[RANK]<stdout>:`
+    /// Prefixes lines with `[RANK]<stdout>:`, as `horovodrun` does
     #[arg(long, hide = true)]
     pub horovod: bool,
 
-    /// Hosts and how many ranks each takes, such as `a:2,b:2`; by default all are here. Others are reached by `ssh`
+    /// Hosts and their numbers of ranks, such as `a:2,b:2`; default: this host. Other hosts are reached by `ssh`
     #[arg(long, value_name = "HOSTS", value_parser = super::elastic::hosts)]
     pub hosts: Option<super::elastic::HostList>,
 
@@ -63,11 +63,11 @@ pub(super) struct LauncherArgs {
     #[arg(long, value_name = "FILE")]
     pub ssh_identity_file: Option<PathBuf>,
 
-    /// With `--horovod`: lines begin with the time
+    /// With `--horovod`: prefixes lines with the time
     #[arg(long, hide = true)]
     pub prefix_timestamp: bool,
 
-    /// Gets the rank that failed first, and its exit code
+    /// File for the rank that failed first, and its exit code
     #[arg(long, hide = true)]
     pub reason_file: Option<PathBuf>,
 
@@ -93,7 +93,7 @@ impl LauncherArgs {
     /// The command of every rank.
     ///
     /// # Errors
-    /// [`Error::Config`] if the script does not exist: better said once than by every rank.
+    /// [`Error::Config`] if the script does not exist; checked here, so that not every rank reports it.
     pub fn command(&self, python: &Path) -> Result<Vec<OsString>> {
         let mut command: Vec<OsString> = Vec::new();
         if !self.no_python {
@@ -113,7 +113,7 @@ impl LauncherArgs {
         Path::new(self.program.first().expect("clap requires one word"))
     }
 
-    /// What the script or module gets.
+    /// The arguments of the script or module.
     pub fn arguments(&self) -> Vec<String> {
         self.program.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect()
     }
@@ -128,13 +128,13 @@ impl LauncherArgs {
     }
 }
 
-/// Of one job.
-pub(super) const MOST_PROCESSES: usize = 4096;
+/// Maximum number of processes of one job.
+pub(super) const MAX_PROCESSES: usize = 4096;
 
 fn num_processes(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
-        Ok(n @ 1..=MOST_PROCESSES) => Ok(n),
-        _ => Err(format!("expected a number from 1 to {MOST_PROCESSES}")),
+        Ok(n @ 1..=MAX_PROCESSES) => Ok(n),
+        _ => Err(format!("expected a number from 1 to {MAX_PROCESSES}")),
     }
 }
 

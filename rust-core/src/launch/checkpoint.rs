@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 use crate::checkpoint::{Checkpoint, describe, merge};
 use crate::error::Result;
 
-/// Looks at checkpoints that `smp.CheckpointManager` wrote.
+/// Inspects checkpoints that `smp.CheckpointManager` wrote.
 #[derive(Debug, Parser)]
 #[command(name = "smdrun checkpoint")]
 pub(super) struct CheckpointArgs {
@@ -27,7 +27,7 @@ enum CheckpointCommand {
         place: CheckpointPath,
         /// The file to write
         out: PathBuf,
-        /// Take the tensors whose names begin so, without that beginning; empty: all
+        /// Only tensors whose names have this prefix, which is removed; empty: all tensors
         #[arg(long, default_value = "model/")]
         prefix: String,
     },
@@ -35,14 +35,14 @@ enum CheckpointCommand {
 
 #[derive(Debug, clap::Args)]
 struct CheckpointPath {
-    /// A folder of checkpoints, of which the newest is taken, or one checkpoint
+    /// A checkpoint, or a folder of checkpoints, whose newest one is used
     directory: PathBuf,
-    /// Take this one
+    /// The name of the checkpoint in the folder
     #[arg(long)]
     tag: Option<String>,
 }
 
-/// What `smdrun checkpoint` prints.
+/// The output of `smdrun checkpoint`.
 pub(super) fn run(args: &CheckpointArgs) -> Result<String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     match &args.what {

@@ -79,7 +79,7 @@ impl Distribution {
             ),
             Some(groups) => return Err(Error::Config(format!("`instance_groups` is {groups}: expected a list"))),
         }
-        this.warnings.extend(top.keys().map(|key| format!("`{key}` is no key of a distribution: ignored")));
+        this.warnings.extend(top.keys().map(|key| format!("`{key}` is not a key of a distribution: ignored")));
 
         if smdistributed.len() > 1 {
             let keys: Vec<_> = smdistributed.keys().collect();
@@ -296,7 +296,7 @@ mod tests {
     fn a_section_that_is_off_has_no_effect() {
         let text = r#"{"smdistributed": {"modelparallel": {"enabled": false}}}"#;
         assert!(Distribution::parse(text).expect("valid").model_parallel.is_none());
-        assert!(Distribution::parse("").expect("an empty file is no configuration").model_parallel.is_none());
+        assert!(Distribution::parse("").expect("an empty file is not a configuration").model_parallel.is_none());
     }
 
     #[test]

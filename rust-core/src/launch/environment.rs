@@ -51,13 +51,13 @@ pub(super) struct HostJob {
     /// Names of the variables whose value is the rank.
     ranks: Vec<&'static str>,
     /// The place of each rank on the job's hosts; empty if all ranks run on this host.
-    seats: Vec<LocalSeat>,
+    positions: Vec<LocalPosition>,
     training: Training,
 }
 
 /// A rank's position on its host, and among the ranks with the same local rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct LocalSeat {
+pub(super) struct LocalPosition {
     pub host: String,
     pub host_index: usize,
     pub local: (usize, usize),
@@ -65,18 +65,18 @@ pub(super) struct LocalSeat {
 }
 
 /// Places of the first `num_ranks` slots, host by host.
-pub(super) fn seats(hosts: &[(String, usize)], num_ranks: usize) -> Vec<LocalSeat> {
+pub(super) fn positions(hosts: &[(String, usize)], num_ranks: usize) -> Vec<LocalPosition> {
     let slots =
         hosts.iter().enumerate().flat_map(|(index, (host, slots))| (0..*slots).map(move |slot| (index, host, slot)));
     let taken: Vec<(usize, &String, usize)> = slots.take(num_ranks).collect();
     let count = |which: &dyn Fn(&(usize, &String, usize)) -> bool| taken.iter().filter(|one| which(one)).count();
-    let seat = |&(index, host, slot): &(usize, &String, usize)| LocalSeat {
+    let position = |&(index, host, slot): &(usize, &String, usize)| LocalPosition {
         host: host.clone(),
         host_index: index,
         local: (slot, count(&|other| other.0 == index)),
         cross: (count(&|other| other.2 == slot && other.0 < index), count(&|other| other.2 == slot)),
     };
-    taken.iter().map(seat).collect()
+    taken.iter().map(position).collect()
 }
 
 impl HostJob {
@@ -130,7 +130,7 @@ impl HostJob {
         let training = Training::new(distribution, arguments, module_dir);
         defaults.extend(training.defaults(&work_dir));
         let ranks = vec!["RANK", "LOCAL_RANK", "ROLE_RANK", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"];
-        Ok(Self { num_ranks, defaults, shared, user, ranks, seats: Vec::new(), training })
+        Ok(Self { num_ranks, defaults, shared, user, ranks, positions: Vec::new(), training })
     }
 
     /// Assigns the ranks to these hosts, in order.
@@ -139,46 +139,49 @@ impl HostJob {
     /// [`Error::Config`] if the hosts have too few slots; [`Error::Io`] if the name of another host cannot be
     /// resolved.
     pub fn spread(&mut self, hosts: &[(String, usize)]) -> Result<()> {
-        let seats = seats(hosts, self.num_ranks);
-        if seats.len() < self.num_ranks {
+        let positions = positions(hosts, self.num_ranks);
+        if positions.len() < self.num_ranks {
             return Err(Error::Config(format!(
                 "Requested more processes ({}) than there are available slots ({})",
                 self.num_ranks,
-                seats.len()
+                positions.len()
             )));
         }
-        if seats.iter().all(|seat| super::remote::is_here(&seat.host)) {
+        if positions.iter().all(|position| super::remote::is_here(&position.host)) {
             // Several names of this host are one host.
             return Ok(());
         }
-        let first = &seats[0].host;
+        let first = &positions[0].host;
         let master = match super::remote::is_here(first) {
             true => {
-                let other = seats.iter().find(|seat| !super::remote::is_here(&seat.host)).expect("not all are here");
+                let other = positions
+                    .iter()
+                    .find(|position| !super::remote::is_here(&position.host))
+                    .expect("not all are here");
                 super::remote::address_towards(&other.host)?.to_string()
             }
             false => first.clone(),
         };
         self.shared.insert("MASTER_ADDR".into(), master);
-        let last = seats.last().map_or(0, |seat| seat.host_index);
+        let last = positions.last().map_or(0, |position| position.host_index);
         self.shared.insert("GROUP_WORLD_SIZE".into(), (last + 1).to_string());
-        self.seats = seats;
+        self.positions = positions;
         Ok(())
     }
 
     /// The host of a rank.
     pub fn host(&self, rank: usize) -> &str {
-        self.seats.get(rank).map_or(HOST, |seat| &seat.host)
+        self.positions.get(rank).map_or(HOST, |position| &position.host)
     }
 
     /// All hosts.
     pub fn hosts(&self) -> impl Iterator<Item = &str> {
-        self.seats.iter().map(|seat| seat.host.as_str())
+        self.positions.iter().map(|position| position.host.as_str())
     }
 
     /// Ranks on this host.
     pub fn num_here(&self) -> usize {
-        match self.seats.is_empty() {
+        match self.positions.is_empty() {
             true => self.num_ranks,
             false => self.hosts().filter(|host| super::remote::is_here(host)).count(),
         }
@@ -193,9 +196,9 @@ impl HostJob {
         TrainingRank {
             hosts,
             host: self.host(rank),
-            local_rank: self.seats.get(rank).map_or(rank, |seat| seat.local.0),
-            here: self.seats.get(rank).is_none_or(|seat| super::remote::is_here(&seat.host)),
-            processes_per_host: self.seats.iter().map(|seat| seat.local.1).max().unwrap_or(self.num_ranks),
+            local_rank: self.positions.get(rank).map_or(rank, |position| position.local.0),
+            here: self.positions.get(rank).is_none_or(|position| super::remote::is_here(&position.host)),
+            processes_per_host: self.positions.iter().map(|position| position.local.1).max().unwrap_or(self.num_ranks),
             master: &self.shared["MASTER_ADDR"],
         }
     }
@@ -233,15 +236,15 @@ impl HostJob {
         variables.extend(ranks);
         let training = self.training.variables(&self.place(rank));
         variables.extend(training.into_iter().map(|(name, value)| (name.into(), value.into())));
-        if let Some(seat) = self.seats.get(rank) {
-            variables.extend(seat.variables());
+        if let Some(position) = self.positions.get(rank) {
+            variables.extend(position.variables());
         }
         variables.extend(self.user.iter().map(|(name, value)| (name.into(), value.into())));
         variables
     }
 }
 
-impl LocalSeat {
+impl LocalPosition {
     fn variables(&self) -> Vec<(OsString, OsString)> {
         let variables = [
             ("LOCAL_RANK", self.local.0.to_string()),

@@ -65,9 +65,9 @@ pub fn main(argv: Vec<OsString>, python: PathBuf) -> i32 {
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
-        Err(usage) => return say(&usage),
+        Err(usage) => return print_usage(&usage),
     };
-    prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)).unwrap_or_else(complain)
+    prepare(&args, python).and_then(|(plan, job)| supervisor::run(&plan, job)).unwrap_or_else(print_error)
 }
 
 /// Runs a subcommand with its arguments, prints the result, and returns the exit code.
@@ -75,23 +75,23 @@ fn subcommand<A: clap::Parser>(words: &[OsString], run: impl FnOnce(&A) -> Resul
     let name = OsString::from(A::command().get_name());
     let args = match A::try_parse_from([&name].into_iter().chain(words)) {
         Ok(args) => args,
-        Err(usage) => return say(&usage),
+        Err(usage) => return print_usage(&usage),
     };
     let printed = run(&args).map(|text| {
         print!("{text}");
         0
     });
-    printed.unwrap_or_else(complain)
+    printed.unwrap_or_else(print_error)
 }
 
 /// Prints help, or the error of a command line.
-fn say(usage: &clap::Error) -> i32 {
+fn print_usage(usage: &clap::Error) -> i32 {
     // Nothing can be reported if writing to standard error fails.
     let _ = usage.print();
     usage.exit_code()
 }
 
-fn complain(error: Error) -> i32 {
+fn print_error(error: Error) -> i32 {
     eprintln!("smdrun: error: {}", error.report());
     USAGE_EXIT_CODE
 }
@@ -123,7 +123,7 @@ struct LaunchPlan {
 
 impl LaunchPlan {
     /// The prefix of output lines for this stream.
-    fn look(&self, sink: Sink) -> LineStyle {
+    fn line_style(&self, sink: Sink) -> LineStyle {
         let stream = if sink == Sink::Stdout { "stdout" } else { "stderr" };
         if self.horovod { LineStyle::Horovod { stream, timestamp: self.timestamp } } else { LineStyle::Ours }
     }
@@ -173,8 +173,8 @@ fn num_ranks(args: &args::LauncherArgs, distribution: &Distribution) -> Result<u
             ));
         }
     };
-    if found > args::MOST_PROCESSES {
-        return Err(Error::Config(format!("{found} processes are more than a job may have: {}", args::MOST_PROCESSES)));
+    if found > args::MAX_PROCESSES {
+        return Err(Error::Config(format!("{found} processes are more than a job may have: {}", args::MAX_PROCESSES)));
     }
     Ok(found)
 }

@@ -97,7 +97,7 @@ impl Drop for OrphanReaper {
     fn drop(&mut self) {
         // Ends when the pipe is closed, or at an incomplete record.
         let _ = (&self.pipe).write_all(&[0]);
-        // It ends at once; an error means that it was reaped already.
+        // The reaper ends at once; an error means that it was reaped already.
         // SAFETY: a null status pointer is allowed.
         unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
     }

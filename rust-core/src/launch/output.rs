@@ -85,7 +85,7 @@ pub(super) struct Style {
     pub live: bool,
     /// Number of digits of the largest rank.
     pub width: usize,
-    pub look: LineStyle,
+    pub line_style: LineStyle,
 }
 
 /// The prefixes of lines.
@@ -133,7 +133,7 @@ impl<O: Write, E: Write> Printer<O, E> {
     }
 
     /// Writes a message of `smdrun` itself.
-    pub fn say(&mut self, text: &str) -> io::Result<()> {
+    pub fn log(&mut self, text: &str) -> io::Result<()> {
         self.line(Sink::Stderr, format!("smdrun: {text}\n").as_bytes())
     }
 
@@ -206,7 +206,7 @@ fn without_cursor_control(text: &[u8]) -> Vec<u8> {
 fn prefix(style: Style, rank: usize) -> Vec<u8> {
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let Style { width, .. } = style;
-    if let LineStyle::Horovod { stream, timestamp } = style.look {
+    if let LineStyle::Horovod { stream, timestamp } = style.line_style {
         let time = if timestamp { clock::date_and_time() } else { String::new() };
         format!("{time}[{rank}]<{stream}>:").into_bytes()
     } else if style.colour {
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_file_gets_finished_lines_only() {
-        let style = Style { colour: false, live: false, width: 2, look: LineStyle::Ours };
+        let style = Style { colour: false, live: false, width: 2, line_style: LineStyle::Ours };
         let pieces = [(0, progress("50%")), (11, line("b")), (0, progress("99%")), (0, line("100%"))];
         assert_eq!(shown(style, &pieces), "[11] b\n[ 0] 100%\n");
     }
@@ -281,7 +281,7 @@ mod tests {
             colour: false,
             live: false,
             width: 2,
-            look: LineStyle::Horovod { stream: "stdout", timestamp: false },
+            line_style: LineStyle::Horovod { stream: "stdout", timestamp: false },
         };
         assert_eq!(shown(style, &[(0, line("a")), (11, line(""))]), "[0]<stdout>:a\n[11]<stdout>:\n");
     }
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_terminal_keeps_rank_0s_progress_below_the_lines() {
-        let style = Style { colour: true, live: true, width: 1, look: LineStyle::Ours };
+        let style = Style { colour: true, live: true, width: 1, line_style: LineStyle::Ours };
         let pieces = [(0, progress("50%")), (1, progress("40%")), (1, line("b")), (0, line("100%"))];
         let live = "\r\x1b[K\x1b[?7l\x1b[36m[0]\x1b[0m 50%\x1b[?7h";
         let erase = "\r\x1b[K";

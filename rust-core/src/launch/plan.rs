@@ -13,13 +13,12 @@ const MAX_COST: u64 = 1_000_000_000;
 /// Largest number of forwards of a step in a plan; more would need much memory and could not be drawn.
 const MAX_FORWARDS: usize = 1 << 22;
 
-/// Shows which rank does what when, for a model that is cut into equal stages: step time, bubble, what each rank
-/// keeps, and a picture.
+/// Shows the schedule of a pipeline with equal stages: step time, bubble, kept activations of each rank, and a picture.
 #[derive(Debug, Parser)]
 #[command(
     name = "smdrun plan",
     after_help = "In the picture a row is a rank and a column a unit of time: a digit is the forward of a microbatch, a letter its\n\
-                  backward, `w` the part of a backward that is put off (zero_bubble), `.` waiting."
+                  backward, `w` a delayed weight gradient (zero_bubble), `.` waiting."
 )]
 pub(super) struct PlanArgs {
     /// Ranks of the pipeline
@@ -34,27 +33,27 @@ pub(super) struct PlanArgs {
     #[arg(long, value_name = "NAME", default_value = "interleaved")]
     pipeline: String,
 
-    /// Stages of each rank: the model passes all ranks so many times, with zero_bubble there and back
+    /// Stages of each rank; with zero_bubble, every second pass over the ranks is in reverse order
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
     stages_per_rank: u32,
 
-    /// Microbatches that a rank may have under way
+    /// Microbatches that a rank may have in flight
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     active_microbatches: Option<u32>,
 
-    /// Activations that a rank may keep, each of a stage and a microbatch
+    /// Activations that a rank may keep, counted per stage and microbatch
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     kept_activations: Option<u64>,
 
-    /// What a stage costs for one microbatch: its forward, the gradients of its inputs, those of its weights
+    /// Costs of a stage for one microbatch: forward, gradients of inputs, gradients of weights
     #[arg(long, value_name = "F,I,W", default_value = "1,1,1", value_parser = costs)]
     costs: Costs,
 
-    /// What a transfer between two ranks costs, in the same unit
+    /// Cost of a transfer between two ranks, in the same unit
     #[arg(long, value_name = "T", default_value = "0", value_parser = clap::value_parser!(u64).range(..=MAX_COST))]
     transfer: u64,
 
-    /// Prints what each rank does, with its transfers, a line a rank
+    /// Prints the actions of each rank, with its transfers, one line per rank
     #[arg(long)]
     actions: bool,
 
@@ -67,7 +66,7 @@ pub(super) struct PlanArgs {
     width: u32,
 }
 
-/// What `smdrun plan` prints.
+/// The output of `smdrun plan`.
 pub(super) fn show(args: &PlanArgs) -> Result<String> {
     let schedule: Schedule = args.pipeline.parse()?;
     let (ranks, stages) = (args.partitions as usize, args.stages_per_rank as usize);

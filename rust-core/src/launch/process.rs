@@ -147,7 +147,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
-        // It cannot outlive SIGKILL, so this does not block for long; an error means that it was reaped already.
+        // The process cannot outlive SIGKILL, so the wait is short; an error means that the process was reaped already.
         let _ = self.child.wait();
     }
 }

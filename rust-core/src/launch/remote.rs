@@ -11,7 +11,7 @@ use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 
-use super::training::{FOLDERS, THERE};
+use super::training::{FOLDERS, REMOTE_PLACEHOLDERS};
 use crate::error::{Error, Result};
 use crate::world::host;
 
@@ -23,7 +23,7 @@ pub(super) struct Ssh {
 }
 
 /// Variables that describe this host or this shell and are not passed on.
-const STAYS: [&str; 9] = [
+const HOST_VARIABLES: [&str; 9] = [
     "OLDPWD",
     "_HOROVOD_SECRET_KEY",
     "SSH_AUTH_SOCK",
@@ -125,7 +125,10 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
 }
 
 fn stays(name: &str) -> bool {
-    name.is_empty() || name.starts_with("BASH_FUNC_") || name.ends_with("CUDA_VISIBLE_DEVICES") || STAYS.contains(&name)
+    name.is_empty()
+        || name.starts_with("BASH_FUNC_")
+        || name.ends_with("CUDA_VISIBLE_DEVICES")
+        || HOST_VARIABLES.contains(&name)
 }
 
 /// Whether a shell accepts a variable of this name.
@@ -135,7 +138,7 @@ fn is_name(name: &str) -> bool {
         && letters.all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
 }
 
-/// Variables that describe the rank's host ([`THERE`]); `nproc` would obey `OMP_NUM_THREADS`.
+/// Variables that describe the rank's host ([`REMOTE_PLACEHOLDERS`]); `nproc` would obey `OMP_NUM_THREADS`.
 const COUNTS: &str = "smd_cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)\n\
     smd_gpus=0\n\
     if [ -n \"${CUDA_VISIBLE_DEVICES+set}\" ]; then\n\
@@ -149,7 +152,11 @@ const COUNTS: &str = "smd_cpus=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT npro
 fn filled(quoted: Vec<u8>) -> Vec<u8> {
     // Placeholders occur only in variables that `smdrun` sets, which are valid UTF-8.
     let Ok(mut text) = String::from_utf8(quoted.clone()) else { return quoted };
-    for (mark, counted) in [(THERE.num_gpus, "gpus"), (THERE.num_cpus, "cpus"), (THERE.instance_type, "type")] {
+    for (mark, counted) in [
+        (REMOTE_PLACEHOLDERS.num_gpus, "gpus"),
+        (REMOTE_PLACEHOLDERS.num_cpus, "cpus"),
+        (REMOTE_PLACEHOLDERS.instance_type, "type"),
+    ] {
         text = text.replace(mark, &format!("'\"$smd_{counted}\"'"));
     }
     text.into_bytes()
@@ -217,17 +224,20 @@ mod tests {
     }
 
     #[test]
-    fn what_a_host_has_is_counted_there() {
+    fn devices_are_counted_on_their_host() {
         let cpus = std::thread::available_parallelism().unwrap().to_string();
         let gpus = crate::launch::training::count_gpus().to_string();
         let kind = if gpus == "0" { "local" } else { "local_gpu" };
-        let told = format!("{}|{}|{}", THERE.num_cpus, THERE.num_gpus, THERE.instance_type);
-        let output = run(&["sh", "-c", "printf %s \"$TOLD\""], &[("TOLD", &told), ("OMP_NUM_THREADS", "1")]);
+        let values = format!(
+            "{}|{}|{}",
+            REMOTE_PLACEHOLDERS.num_cpus, REMOTE_PLACEHOLDERS.num_gpus, REMOTE_PLACEHOLDERS.instance_type
+        );
+        let output = run(&["sh", "-c", "printf %s \"$VALUES\""], &[("VALUES", &values), ("OMP_NUM_THREADS", "1")]);
         assert_eq!(str::from_utf8(&output.stdout).unwrap(), format!("{cpus}|{gpus}|{kind}"));
     }
 
     #[test]
-    fn the_command_line_tells_no_values() {
+    fn the_command_line_contains_no_values() {
         let ssh = Ssh { port: Some(2222), identity: Some("/id".into()) };
         let variables = BTreeMap::from([("SMD_SECRET".into(), "very".into())]);
         let (words, script) = ssh.wrap("node-1", &["train".into()], &variables);

@@ -11,7 +11,7 @@ const KEPT_LINES: usize = 200;
 const SHOWN_LINES: usize = 24;
 /// The kernel closes a dying process's files and sockets before it notifies the parent. So peers may raise exceptions
 /// this long before the death is noticed here.
-const DEATH_NEWS_TIME: Duration = Duration::from_millis(500);
+const DEATH_NOTICE_DELAY: Duration = Duration::from_millis(500);
 /// Longest line that is kept without truncation.
 const KEPT_LINE_BYTES: usize = 2048;
 
@@ -74,14 +74,14 @@ pub(super) struct RankExit {
     pub exit: Exit,
     pub at: Duration,
     /// Whether `smdrun` had sent it a signal before.
-    pub asked: bool,
+    pub was_signaled: bool,
 }
 
 impl RankExit {
     /// When its failure began: a process that raised an exception may take long to end.
     fn began(&self, tails: &[Tail]) -> Duration {
         match self.exit {
-            Exit::Signal(_) => self.at.saturating_sub(DEATH_NEWS_TIME),
+            Exit::Signal(_) => self.at.saturating_sub(DEATH_NOTICE_DELAY),
             Exit::Code(_) => tails[self.rank].traceback_at.map_or(self.at, |traceback| traceback.min(self.at)),
         }
     }
@@ -95,7 +95,7 @@ impl RankExit {
 /// The rank that failed first (RUN-4), if any failed by itself.
 pub(super) fn first_failure<'a>(ends: &'a [RankExit], tails: &[Tail]) -> Option<&'a RankExit> {
     ends.iter()
-        .filter(|end| !end.exit.success() && !end.asked)
+        .filter(|end| !end.exit.success() && !end.was_signaled)
         .min_by_key(|end| (end.is_consequence(tails), end.began(tails)))
 }
 
@@ -108,17 +108,17 @@ pub(super) fn failure(first: &RankExit, ends: &[RankExit], tails: &[Tail]) -> St
     }
     let mut others: Vec<_> = ends.iter().filter(|end| end.rank != first.rank && !end.exit.success()).collect();
     others.sort_by_key(|end| end.rank);
-    const MOST: usize = 16;
-    for end in others.iter().take(MOST) {
-        let why = match (end.asked, tails[end.rank].exception()) {
+    const MAX_LISTED: usize = 16;
+    for end in others.iter().take(MAX_LISTED) {
+        let why = match (end.was_signaled, tails[end.rank].exception()) {
             (_, Some(exception)) => format!(": {exception}"),
             (true, None) => ", ended by smdrun".to_owned(),
             (false, None) => String::new(),
         };
         text.push_str(&format!("\nsmdrun: then rank {}: {}{why}", end.rank, end.exit));
     }
-    if others.len() > MOST {
-        text.push_str(&format!("\nsmdrun: then {} more", others.len() - MOST));
+    if others.len() > MAX_LISTED {
+        text.push_str(&format!("\nsmdrun: then {} more", others.len() - MAX_LISTED));
     }
     text
 }
@@ -136,7 +136,7 @@ mod tests {
     }
 
     fn end(rank: usize, exit: Exit, at_ms: u64) -> RankExit {
-        RankExit { rank, exit, at: Duration::from_millis(at_ms), asked: false }
+        RankExit { rank, exit, at: Duration::from_millis(at_ms), was_signaled: false }
     }
 
     const RAISED: &[&str] = &["warming up", TRACEBACK, "  File \"t.py\", line 3, in <module>", "ValueError: bad batch"];
@@ -147,7 +147,7 @@ mod tests {
     ];
 
     #[test]
-    fn who_failed_of_its_own_is_first_even_if_it_ended_last() {
+    fn a_failure_without_another_cause_is_first_even_if_it_ended_last() {
         let tails = [tail(VICTIM, 1100), tail(RAISED, 1000)];
         let ends = [end(0, Exit::Code(1), 1200), end(1, Exit::Code(1), 1500)];
         let first = first_failure(&ends, &tails).expect("both failed");
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_rank_comes_before_its_victims() {
+    fn a_killed_rank_is_reported_before_the_ranks_that_failed_after_it() {
         let tails = [tail(VICTIM, 900), tail(&["hello"], 10)];
         let ends = [end(0, Exit::Code(1), 950), end(1, Exit::Signal(9), 1000)];
         let first = first_failure(&ends, &tails).expect("both failed");
@@ -189,8 +189,8 @@ mod tests {
     }
 
     #[test]
-    fn who_was_asked_to_end_did_not_fail() {
-        let ends = [RankExit { asked: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
+    fn a_rank_that_smdrun_ended_did_not_fail() {
+        let ends = [RankExit { was_signaled: true, ..end(0, Exit::Signal(15), 5) }, end(1, Exit::Code(0), 4)];
         assert!(first_failure(&ends, &[Tail::default(), Tail::default()]).is_none());
     }
 

@@ -1,4 +1,4 @@
-//! Signals as something to poll, instead of handlers that interrupt.
+//! Signals that are polled (`signalfd`), instead of handlers that interrupt.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
@@ -39,7 +39,7 @@ impl Signals {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the call returned a new descriptor that nobody else owns; `pthread_sigmask` initialised `before`.
+        // SAFETY: the call returned a new descriptor that no other code owns; `pthread_sigmask` initialised `before`.
         Ok(unsafe { Self { fd: OwnedFd::from_raw_fd(fd), before: before.assume_init() } })
     }
 

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_names_the_slowest_rank_and_those_without_numbers() {
+    fn the_summary_names_the_slowest_rank_and_ranks_without_numbers() {
         let of = |rank, exposed_ns, waited_ns: &[(u64, u64)]| Snapshot {
             rank,
             size: 3,

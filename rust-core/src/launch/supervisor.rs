@@ -123,8 +123,8 @@ impl<'a> Supervisor<'a> {
             ranks,
             ends: Vec::new(),
             printer: Printer::new(
-                (io::stdout(), style(&io::stdout(), width, plan.look(Sink::Stdout))),
-                (io::stderr(), style(&io::stderr(), width, plan.look(Sink::Stderr))),
+                (io::stdout(), style(&io::stdout(), width, plan.line_style(Sink::Stdout))),
+                (io::stderr(), style(&io::stderr(), width, plan.line_style(Sink::Stderr))),
             ),
             step: ShutdownStep::Running,
             deadline: None,
@@ -176,7 +176,7 @@ impl<'a> Supervisor<'a> {
             libc::SIGINT if self.stopped_by.is_none() => {
                 self.stopped_by = Some(signal);
                 self.signal_ranks(Signal::INT);
-                self.say(&format!("Ctrl-C passed on; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
+                self.log(&format!("Ctrl-C forwarded; the ranks have {} s to end", self.plan.grace.as_secs_f64()));
                 self.enter(ShutdownStep::Grace);
             }
             libc::SIGINT => self.advance(),
@@ -219,11 +219,11 @@ impl<'a> Supervisor<'a> {
         match self.step {
             ShutdownStep::Running => self.enter(ShutdownStep::Grace),
             ShutdownStep::Grace => {
-                self.say(&format!("rank(s) {} did not end: sending SIGTERM", self.running()));
+                self.log(&format!("rank(s) {} did not end: sending SIGTERM", self.running()));
                 self.enter(ShutdownStep::Terminate);
             }
             ShutdownStep::Terminate => {
-                self.say(&format!("rank(s) {} did not end: sending SIGKILL", self.running()));
+                self.log(&format!("rank(s) {} did not end: sending SIGKILL", self.running()));
                 self.enter(ShutdownStep::Kill);
             }
             ShutdownStep::Kill => {}
@@ -257,11 +257,11 @@ impl<'a> Supervisor<'a> {
 
     fn rank_ended(&mut self, rank: usize, exit: Exit) {
         self.server.report_death(rank, &exit.to_string());
-        let asked = self.stopped_by.is_some() || self.step >= ShutdownStep::Terminate;
-        self.ends.push(RankExit { rank, exit, at: self.start.elapsed(), asked });
+        let was_signaled = self.stopped_by.is_some() || self.step >= ShutdownStep::Terminate;
+        self.ends.push(RankExit { rank, exit, at: self.start.elapsed(), was_signaled });
         if !exit.success() && self.step == ShutdownStep::Running {
             if self.ranks.iter().any(|rank| !rank.ended) {
-                self.say(&format!(
+                self.log(&format!(
                     "rank {rank} failed ({exit}); the others have {} s to end",
                     self.plan.grace.as_secs_f64()
                 ));
@@ -288,8 +288,8 @@ impl<'a> Supervisor<'a> {
         self.ranks.iter().any(|rank| !rank.streams.ended())
     }
 
-    fn say(&mut self, text: &str) {
-        let shown = self.printer.say(text);
+    fn log(&mut self, text: &str) {
+        let shown = self.printer.log(text);
         self.check_shown(shown);
     }
 
@@ -320,7 +320,7 @@ impl<'a> Supervisor<'a> {
             self.wait_for_events(None, Duration::from_millis(10))?;
         }
         if seen > 0 {
-            self.say(&format!("ended {seen} process(es) that ranks had left behind"));
+            self.log(&format!("ended {seen} process(es) that ranks had left behind"));
         }
         Ok(())
     }
@@ -336,7 +336,7 @@ impl<'a> Supervisor<'a> {
         if self.plan.summary {
             let text =
                 summary::text(&self.server.take_counters(), self.ranks.len(), self.start.elapsed().as_secs_f64());
-            self.say(&text);
+            self.log(&text);
         }
         Ok(match (report::first_failure(&self.ends, &self.tails), self.stopped_by) {
             (Some(first), _) => {
@@ -347,11 +347,11 @@ impl<'a> Supervisor<'a> {
                     std::fs::write(file, reason)
                         .map_err(|error| Error::io("writing the reason of the failure", error))?;
                 }
-                self.say(&text);
+                self.log(&text);
                 code
             }
             (None, Some(signal)) if self.ends.iter().any(|end| !end.exit.success()) => {
-                self.say(&format!("stopped by {}", signals::name(signal)));
+                self.log(&format!("stopped by {}", signals::name(signal)));
                 128 + signal
             }
             _ => 0,
@@ -376,8 +376,8 @@ pub(super) fn output_folder(plan: &LaunchPlan, rank: usize, num_ranks: usize) ->
     plan.output_dir.as_ref().map(|folder| folder.join(format!("rank.{rank:0width$}")))
 }
 
-pub(super) fn style(stream: &impl IsTerminal, width: usize, look: LineStyle) -> Style {
+pub(super) fn style(stream: &impl IsTerminal, width: usize, line_style: LineStyle) -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let live = stream.is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-    Style { colour: live && !set("NO_COLOR"), live, width, look }
+    Style { colour: live && !set("NO_COLOR"), live, width, line_style }
 }

@@ -15,7 +15,7 @@ use crate::metrics::ranks::{self, RankCounters};
 #[derive(Debug, Parser)]
 #[command(
     name = "smdrun top",
-    after_help = "Jobs are found whoever started them: `smdrun`, torchrun, mpirun or srun. Only processes of this user\n\
+    after_help = "Jobs of every launcher are found: `smdrun`, torchrun, mpirun and srun. Only processes of this user\n\
                   are shown. Nothing has to be set before the job starts."
 )]
 pub(super) struct TopArgs {
@@ -23,11 +23,11 @@ pub(super) struct TopArgs {
     #[arg(value_name = "PID")]
     pid: Option<u64>,
 
-    /// Shows one interval as plain text, and ends
+    /// Shows one interval as plain text and exits
     #[arg(long)]
     once: bool,
 
-    /// Time between two looks, over which rates are averaged
+    /// Seconds between two updates; rates are averaged over this time
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = super::args::seconds)]
     interval: Duration,
 }
@@ -40,7 +40,9 @@ pub(super) fn run(args: &TopArgs) -> Result<String> {
     let mut found = find(args.pid);
     if found.is_empty() {
         return Err(Error::Config(match args.pid {
-            Some(pid) => format!("process {pid} is no rank, and started none, of a job of this user on this host"),
+            Some(pid) => {
+                format!("process {pid} is not a rank, or the launcher of a rank, of a job of this user on this host")
+            }
             None => "no job of this user runs on this host".to_owned(),
         }));
     }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::distribution::Distribution;
 
 /// Placeholders for numbers that only another host can determine; the shell there replaces them.
-pub(super) const THERE: HostResources =
+pub(super) const REMOTE_PLACEHOLDERS: HostResources =
     HostResources { num_gpus: "@smd-num-gpus@", num_cpus: "@smd-num-cpus@", instance_type: "@smd-instance-type@" };
 
 /// Variables whose folders scripts write to without creating them.
@@ -82,7 +82,7 @@ impl Training {
             self.hyperparameters.iter().map(|(name, each)| (name.clone(), each.value.clone())).collect();
         let (num_gpus, num_cpus) = match place.here {
             true => (count_gpus().to_string(), count_cpus().to_string()),
-            false => (THERE.num_gpus.to_owned(), THERE.num_cpus.to_owned()),
+            false => (REMOTE_PLACEHOLDERS.num_gpus.to_owned(), REMOTE_PLACEHOLDERS.num_cpus.to_owned()),
         };
         let mut framework = self.distribution.framework_parameters(place.processes_per_host);
         if !framework.is_empty() {
@@ -179,7 +179,7 @@ fn instance_type(here: bool) -> String {
     let found = || match here {
         true if count_gpus() > 0 => "local_gpu",
         true => "local",
-        false => THERE.instance_type,
+        false => REMOTE_PLACEHOLDERS.instance_type,
     };
     std::env::var("SAGEMAKER_INSTANCE_TYPE").unwrap_or_else(|_| found().into())
 }
@@ -246,8 +246,13 @@ mod tests {
             assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
         }
         assert!(!found.contains_key("SM_NETWORK_INTERFACE_NAME"));
-        assert_eq!([&found["SM_NUM_GPUS"], &found["SM_NUM_CPUS"]], [THERE.num_gpus, THERE.num_cpus]);
-        let numbers = found["SM_TRAINING_ENV"].replace(THERE.num_gpus, "8").replace(THERE.num_cpus, "96");
+        assert_eq!(
+            [&found["SM_NUM_GPUS"], &found["SM_NUM_CPUS"]],
+            [REMOTE_PLACEHOLDERS.num_gpus, REMOTE_PLACEHOLDERS.num_cpus]
+        );
+        let numbers = found["SM_TRAINING_ENV"]
+            .replace(REMOTE_PLACEHOLDERS.num_gpus, "8")
+            .replace(REMOTE_PLACEHOLDERS.num_cpus, "96");
         let env: Value = serde_json::from_str(&numbers).expect("JSON");
         assert_eq!((&env["num_gpus"], &env["num_cpus"]), (&json!(8), &json!(96)));
         assert_eq!((&env["is_master"], &env["master_hostname"]), (&json!(false), &json!("b")));

@@ -1,4 +1,4 @@
-//! What each rank has done so far, in numbers: for Prometheus (`SMD_METRICS`), `smdrun --summary` and `smdrun top`.
+//! Counters of each rank: for Prometheus (`SMD_METRICS`), `smdrun --summary` and `smdrun top`.
 //!
 //! ```text
 //!   operations ──add──> Counters, in a memfd ──read──> /proc/<pid>/fd/<n>: smdrun top, the host's first rank
@@ -9,7 +9,7 @@
 //!   is always on, and nothing has to be set before a job starts to look at it.
 //! - MET-2: counters lie in an anonymous segment that other processes of the same user map. It has no name, so a killed
 //!   rank leaves nothing behind.
-//! - MET-3: counters live as long as the process. A later `init()` goes on with them.
+//! - MET-3: counters live as long as the process. A later `init()` continues with them.
 
 mod exposition;
 mod publisher;
@@ -29,7 +29,7 @@ pub(crate) use snapshot::slowest;
 
 /// The name of the segment, as `/proc/<pid>/fd` shows it.
 const SEGMENT: &str = "opensmd-counters";
-/// Tells a segment of this layout from others.
+/// Distinguishes a segment of this layout from others.
 const MAGIC: u64 = u64::from_le_bytes(*b"smdmet01");
 /// Peers with a time of their own; waits for higher ranks are added to the last one.
 pub const MAX_PEERS: usize = 4096;
@@ -57,7 +57,7 @@ pub const FALLBACKS: [&str; 4] = ["synchronous_call", "gradients_one_by_one", "t
 /// A slower path that an operation or a step took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
-    /// A call in a `smp.step` function left the pipeline, so that all ranks waited for one.
+    /// A call in an `smp.step` function was synchronous: all ranks waited for the rank that ran it.
     SynchronousCall = 0,
     /// Gradients were reduced one by one instead of in buckets.
     GradientsOneByOne = 1,
@@ -174,7 +174,7 @@ fn place(kind: Kind) -> Option<usize> {
         Kind::Barrier => 8,
         Kind::Window => 9,
         Kind::Adasum => 10,
-        // What follows them is counted.
+        // Later ones are counted.
         Kind::AllGatherRows | Kind::AllToAllRows | Kind::Presence | Kind::Poison => return None,
     })
 }
@@ -201,7 +201,7 @@ pub(crate) fn note_communication(time: Duration) {
     add(&counters().communication_ns, time.as_nanos() as u64);
 }
 
-/// Adds time in which a thread of the script could not go on because of communication.
+/// Adds time in which a thread of the script could not continue because of communication.
 pub fn note_exposed(time: Duration) {
     add(&counters().exposed_ns, time.as_nanos() as u64);
 }

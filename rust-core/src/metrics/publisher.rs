@@ -22,7 +22,7 @@ const CLIENT_TIME: Duration = Duration::from_secs(2);
 /// Longest request that is read.
 const REQUEST_BYTES: usize = 4096;
 
-/// What `SMD_METRICS` names.
+/// The destination that `SMD_METRICS` names.
 #[derive(Debug, PartialEq, Eq)]
 enum Destination {
     File(PathBuf),

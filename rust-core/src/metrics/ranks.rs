@@ -1,4 +1,4 @@
-//! The ranks that run on this host, whoever started them: their processes hold a segment of counters (MET-2).
+//! The ranks that run on this host, under any launcher: their processes hold a segment of counters (MET-2).
 
 use std::fs;
 use std::path::Path;

@@ -30,7 +30,7 @@ pub(super) fn pin(core: usize) {
         cores.set(core);
         rustix::thread::sched_setaffinity(None, &cores).map_err(|error| error.to_string())
     } else {
-        Err("there are no such numbers".to_owned())
+        Err("the number is too large".to_owned())
     };
     match pinned {
         Ok(()) => tracing::debug!("collectives by name run on core {core}"),

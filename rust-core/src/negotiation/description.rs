@@ -244,18 +244,18 @@ impl Description {
 }
 
 /// Number of collectives of a group that an error lists.
-const SHOWN: usize = 4;
+const MAX_LISTED: usize = 4;
 
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, dtype, root, shape, blocks, more, .. } = self;
         if !more.is_empty() {
             write!(f, "a group of {} [", more.len() + 1)?;
-            for (at, one) in self.each().enumerate().take(SHOWN) {
+            for (at, one) in self.each().enumerate().take(MAX_LISTED) {
                 let alone = Self { more: Vec::new(), ..one.clone() };
                 write!(f, "{}{alone}", if at == 0 { "" } else { ", " })?;
             }
-            return f.write_str(if more.len() < SHOWN { "]" } else { ", ..]" });
+            return f.write_str(if more.len() < MAX_LISTED { "]" } else { ", ..]" });
         }
         let name = kind.name();
         let op = format!("{:?}", self.op).to_lowercase();

@@ -78,7 +78,7 @@ impl Factors {
             return Err(Error::InvalidArgument(format!("{self}: bool values cannot be scaled")));
         }
         if on_device && !self.by_caller {
-            return Err(Error::Unsupported(format!("{self}: tensors on devices are scaled by who asks")));
+            return Err(Error::Unsupported(format!("{self}: tensors on devices are scaled by the caller")));
         }
         Ok(())
     }
@@ -108,8 +108,8 @@ impl Factors {
                     scaled.memory = vec![0; bytes.div_ceil(8)];
                     let mut next = scaled.memory.as_mut_ptr().cast::<u8>();
                     for input in inputs {
-                        // SAFETY: the memory has room for all inputs, each at a multiple of 16 bytes, and lives as long as
-                        // the request.
+                        // SAFETY: the memory has room for all inputs, each at a multiple of 16 bytes, and lives as long
+                        // as the request.
                         let copy = unsafe {
                             TensorView::new(next, input.elems(), input.dtype(), input.device(), input.stream())?
                         };
@@ -156,7 +156,7 @@ pub(super) fn scale(view: &TensorView, factor: f64) {
         ($type:ty, $scaled:expr) => {{
             let scaled = $scaled;
             if view.elems() > 0 {
-                // SAFETY: the view's promise: as many elements of this type, aligned, that nobody else touches.
+                // SAFETY: the view's promise: as many elements of this type, aligned, that no other code touches.
                 let values = unsafe { std::slice::from_raw_parts_mut(view.ptr().cast::<$type>(), view.elems()) };
                 values.iter_mut().for_each(|value| *value = scaled(*value));
             }
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_caller_multiplies_is_compared_only() {
+    fn factors_that_the_caller_applies_are_only_compared() {
         let factors = Factors { before: 2.0, after: 3.0, by_caller: true };
         assert!(factors.check(DType::Float32, true).is_ok());
         assert!(Factors { by_caller: false, ..factors }.check(DType::Float32, true).is_err());

@@ -12,7 +12,7 @@ pub(super) const MAX_WAITING: usize = 32;
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Up {
     /// Number of answers that the sender has received.
-    pub(super) heard: u64,
+    pub(super) num_received: u64,
     /// Cache positions for which all ranks of the subtree are ready.
     pub(super) ready: BitSet,
     /// Those of `ready` for which some rank was not needed, because it has joined.
@@ -62,7 +62,7 @@ pub(super) struct Report {
 
 impl Report {
     /// A rank of the subtree can continue.
-    pub(super) fn loosen(&mut self) {
+    pub(super) fn clear_stuck(&mut self) {
         (self.stuck, self.held) = (false, false);
     }
 }
@@ -135,7 +135,7 @@ pub(super) enum NegotiationFailure {
         steps: Vec<usize>,
     },
     /// The ranks have different gradients in a step.
-    Apart {
+    GradientsDiffer {
         /// Which rank lacks which gradients.
         detail: String,
     },

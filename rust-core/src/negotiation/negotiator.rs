@@ -1,9 +1,9 @@
 //! The calls into a negotiation, and the threads that run it.
 //!
-//! Note "who drives". A caller that waits runs the negotiation itself ([`NamedHandle::drive`]), and executes small
-//! operations. Handing over to the negotiation's thread, from there to the communicator's thread, and back takes longer
-//! than the messages. Meanwhile and for a short time afterwards, the negotiation's thread sleeps without the doorbell,
-//! because the next such call often follows at once and a woken thread would take a core from another one.
+//! Note "driving". A caller that waits drives (runs) the negotiation itself ([`NamedHandle::drive`]), and executes
+//! small operations. Handing over to the negotiation's thread, from there to the communicator's thread, and back takes
+//! longer than the messages. Meanwhile and for a short time afterwards, the negotiation's thread sleeps without the
+//! doorbell, because the next such call often follows at once and a woken thread would take a core from another one.
 
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +23,7 @@ use super::{Gradients, OtherWaits, affinity};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
-use crate::transport::{Backoff, Members, NAP, Transport, cores};
+use crate::transport::{Backoff, Members, POLL_INTERVAL, Transport, cores};
 use crate::world::Monitor;
 
 /// Creates the communicator that only the negotiation uses. Collective.
@@ -52,13 +52,13 @@ pub struct NegotiatorOptions {
 /// How long [`Negotiator::close`] waits for the thread, and the thread for its last messages to be sent.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
 /// How long the thread sleeps without the doorbell after a caller has driven.
-const ASIDE: Duration = Duration::from_millis(2);
-/// How long a caller drives before it looks for signals.
-const DRIVE: Duration = Duration::from_millis(50);
+const CALLER_DRIVES_PAUSE: Duration = Duration::from_millis(2);
+/// How long a caller drives before it checks for signals.
+const DRIVE_TIME: Duration = Duration::from_millis(50);
 /// The sleep of a caller while another one drives.
-const TURN_NAP: Duration = Duration::from_millis(1);
+const TURN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The longest sleep of the thread while no call is in flight.
-pub(super) const LONG_NAP: Duration = Duration::from_millis(500);
+pub(super) const LONG_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs collectives by name in one group: each runs when all members have submitted it.
 pub struct Negotiator {
@@ -72,7 +72,7 @@ pub(super) struct NegotiatorState {
     pub(super) members: Members,
     pub(super) monitor: Arc<Monitor>,
     pub(super) options: NegotiatorOptions,
-    pub(super) elsewhere: Option<Box<dyn OtherWaits>>,
+    pub(super) other_waits: Option<Box<dyn OtherWaits>>,
     pub(super) start: Instant,
     /// Whether this member tunes the fusion size.
     pub(super) tunes: AtomicBool,
@@ -86,7 +86,7 @@ pub(super) struct NegotiatorState {
     /// The number of callers that drive.
     drivers: AtomicU32,
     /// When the last caller stopped driving, in nanoseconds after `start`.
-    driven: AtomicU64,
+    last_drive: AtomicU64,
     /// The error of a caller's turn. The thread ends the negotiation with it.
     failure: OnceLock<Error>,
     /// Set after the members are connected.
@@ -97,12 +97,12 @@ pub(super) struct NegotiatorState {
 #[derive(Default)]
 pub(super) struct NegotiatorInbox {
     pub(super) calls: Vec<NegotiatorCommand>,
-    /// Whether the thread sleeps without the doorbell.
-    is_aside: bool,
+    /// Whether the thread sleeps without the doorbell: only `changed` wakes it.
+    ignores_doorbell: bool,
     /// Names of [`Negotiator::request`] that are in flight.
     names: HashSet<String>,
-    /// The number of generated names of each kind (NEG-8).
-    pub(super) given: HashMap<String, u64>,
+    /// The number for the next generated name of each kind (NEG-8).
+    pub(super) next_numbers: HashMap<String, u64>,
     thread: Option<ThreadId>,
     /// The error that ended the negotiation.
     pub(super) ended: Option<Error>,
@@ -144,7 +144,7 @@ pub(super) enum NegotiatorCommand {
     },
     Join {
         /// Hints on which device to take part in the others' operations.
-        signs: DeviceHints,
+        hints: DeviceHints,
         since: Instant,
         done: Done,
     },
@@ -152,7 +152,7 @@ pub(super) enum NegotiatorCommand {
 
 impl Negotiator {
     /// Creates a negotiator for the members of `group`. Starts the thread, which first calls `connect`; the other
-    /// members' threads do the same at their first call. `id` is for thread names. `elsewhere` reports what else this
+    /// members' threads do the same at their first call. `id` is for thread names. `other_waits` reports what else this
     /// process waits for.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Negotiator {
         monitor: Arc<Monitor>,
         options: NegotiatorOptions,
         connect: Connect,
-        elsewhere: Option<Box<dyn OtherWaits>>,
+        other_waits: Option<Box<dyn OtherWaits>>,
     ) -> Result<Arc<Self>> {
         let start = Instant::now();
         let members = group.members().clone();
@@ -174,7 +174,7 @@ impl Negotiator {
             members,
             monitor,
             options,
-            elsewhere,
+            other_waits,
             start,
             tunes,
             device: AtomicI32::new(-1),
@@ -182,7 +182,7 @@ impl Negotiator {
             changed: Condvar::new(),
             work: Mutex::default(),
             drivers: AtomicU32::new(0),
-            driven: AtomicU64::new(0),
+            last_drive: AtomicU64::new(0),
             failure: OnceLock::new(),
             transport: OnceLock::new(),
             closed: OnceLock::new(),
@@ -202,8 +202,8 @@ impl Negotiator {
     /// is called when it is complete. The views must stay valid until then. A second call of a name runs after the
     /// first.
     ///
-    /// `shape` is the tensor's shape, if it has one; ranks compare it. `blocking` says that this process does nothing
-    /// else until `done` is called. Ranks that block on different names are told so soon.
+    /// `shape` is the tensor's shape, if it has one; ranks compare it. With `blocking`, this process does nothing
+    /// else until `done` is called. Ranks that block on different names soon get an error.
     pub fn submit(&self, name: &str, shape: Option<&[u64]>, request: Request, blocking: bool, done: Done) {
         let Members { ranks, me } = &self.shared.members;
         let (description, done) = match Description::of(&request, shape, *me, ranks.len()) {
@@ -260,12 +260,14 @@ impl Negotiator {
         let shared = self.shared.clone();
         let mut inbox = self.shared.inbox.lock();
         if let Some(error) = &inbox.ended {
-            return Err(told_of(error.clone(), name.text()));
+            return Err(error_of_call(error.clone(), name.text()));
         }
         let unique = !matches!(name, Name::Shared(_));
         let (name, kind) = match name {
             Name::Given(name) | Name::Shared(name) => (name, None),
-            Name::Next(kind) => (format!("{kind}.noname.{}", inbox.given.get(&kind).copied().unwrap_or(0)), Some(kind)),
+            Name::Next(kind) => {
+                (format!("{kind}.noname.{}", inbox.next_numbers.get(&kind).copied().unwrap_or(0)), Some(kind))
+            }
         };
         if unique && !inbox.names.insert(name.clone()) {
             return Err(Error::InvalidArgument(format!(
@@ -274,12 +276,12 @@ impl Negotiator {
             )));
         }
         if let Some(kind) = kind {
-            *inbox.given.entry(kind).or_default() += 1;
+            *inbox.next_numbers.entry(kind).or_default() += 1;
         }
         let free = name.clone();
-        let is_over = Arc::new(AtomicBool::new(false));
-        let is_seen_to = AtomicBool::new(!blocking);
-        let handle = NamedHandle { shared: self.shared.clone(), is_over: is_over.clone(), is_seen_to };
+        let is_complete = Arc::new(AtomicBool::new(false));
+        let is_handled = AtomicBool::new(!blocking);
+        let handle = NamedHandle { shared: self.shared.clone(), is_complete: is_complete.clone(), is_handled };
         let done = done();
         let done: Done = Box::new(move |result| {
             if unique {
@@ -287,7 +289,7 @@ impl Negotiator {
                 shared.inbox.lock().names.remove(&free);
             }
             done(result);
-            is_over.store(true, Ordering::Release);
+            is_complete.store(true, Ordering::Release);
             if shared.drivers.load(Ordering::SeqCst) > 0 {
                 shared.ring();
             }
@@ -318,8 +320,8 @@ impl Negotiator {
     pub fn join(&self, named: Option<u16>, current: Option<u16>, done: Done) {
         let shared = &self.shared;
         let used = u16::try_from(shared.device.load(Ordering::Relaxed)).ok();
-        let signs = DeviceHints { used, named, current, local_rank: shared.options.local_rank };
-        shared.call(NegotiatorCommand::Join { signs, since: Instant::now(), done });
+        let hints = DeviceHints { used, named, current, local_rank: shared.options.local_rank };
+        shared.call(NegotiatorCommand::Join { hints, since: Instant::now(), done });
     }
 
     /// Whether this member tunes the fusion size and therefore needs collectives by name. True on the first member
@@ -377,14 +379,14 @@ impl NegotiatorCommand {
 /// A call in flight, for a caller that waits for it.
 pub struct NamedHandle {
     shared: Arc<NegotiatorState>,
-    is_over: Arc<AtomicBool>,
-    /// Whether the thread was woken for the call, or the caller has driven.
-    is_seen_to: AtomicBool,
+    is_complete: Arc<AtomicBool>,
+    /// Whether the thread was woken for the call, or the caller has run the negotiation.
+    is_handled: AtomicBool,
 }
 
 impl Drop for NamedHandle {
     fn drop(&mut self) {
-        if !self.is_seen_to.load(Ordering::Relaxed) && !self.is_over.load(Ordering::Acquire) {
+        if !self.is_handled.load(Ordering::Relaxed) && !self.is_complete.load(Ordering::Acquire) {
             self.shared.wake(self.shared.inbox.lock());
         }
     }
@@ -396,10 +398,10 @@ impl NamedHandle {
     pub fn drive(&self) -> bool {
         let shared = &*self.shared;
         let Some(transport) = shared.transport.get() else { return false };
-        self.is_seen_to.store(true, Ordering::Relaxed);
+        self.is_handled.store(true, Ordering::Relaxed);
         shared.drivers.fetch_add(1, Ordering::SeqCst);
-        let outcome = self.take_turns(&**transport);
-        shared.driven.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
+        let outcome = self.drive_in_turn(&**transport);
+        shared.last_drive.store(shared.now().as_nanos() as u64, Ordering::Relaxed);
         if shared.drivers.fetch_sub(1, Ordering::SeqCst) > 1 {
             // Wakes the caller that drives at present.
             transport.ring();
@@ -407,14 +409,14 @@ impl NamedHandle {
         outcome
     }
 
-    fn take_turns(&self, transport: &dyn Transport) -> bool {
+    fn drive_in_turn(&self, transport: &dyn Transport) -> bool {
         let shared = &*self.shared;
-        let end = Instant::now() + DRIVE;
+        let end = Instant::now() + DRIVE_TIME;
         let crowded = transport.members().size() > cores();
         let mut backoff = Backoff::new();
         loop {
             let seen = transport.doorbell();
-            if self.is_over.load(Ordering::Acquire) {
+            if self.is_complete.load(Ordering::Acquire) {
                 return true;
             }
             let turn = match shared.work.try_lock() {
@@ -431,15 +433,15 @@ impl NamedHandle {
             match turn {
                 Some(Ok((true, _))) => backoff = Backoff::new(),
                 // The thread that executes the operation completes it.
-                Some(Ok((false, false))) => return self.is_over.load(Ordering::Acquire),
+                Some(Ok((false, false))) => return self.is_complete.load(Ordering::Acquire),
                 Some(Ok((false, true))) if backoff.pause(|| crowded) => {}
-                Some(Ok((false, true))) => transport.doze(seen, NAP),
+                Some(Ok((false, true))) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Some(Err(error)) => {
                     let _ = shared.failure.set(error);
                     shared.wake(shared.inbox.lock());
                     return false;
                 }
-                None => transport.doze(seen, TURN_NAP),
+                None => transport.wait_doorbell(seen, TURN_POLL_INTERVAL),
             }
             if Instant::now() >= end {
                 return true;
@@ -468,7 +470,7 @@ impl NegotiatorState {
 
     /// Wakes the caller that drives, or the thread.
     fn wake(&self, inbox: MutexGuard<'_, NegotiatorInbox>) {
-        if inbox.is_aside {
+        if inbox.ignores_doorbell {
             self.changed.notify_all();
         }
         drop(inbox);
@@ -477,8 +479,8 @@ impl NegotiatorState {
 
     /// Whether a caller drives, or has driven a moment ago.
     fn is_driven(&self, inbox: &NegotiatorInbox) -> bool {
-        let since = self.now().saturating_sub(Duration::from_nanos(self.driven.load(Ordering::Relaxed)));
-        let idle = inbox.calls.is_empty() && since < ASIDE && self.driven.load(Ordering::Relaxed) > 0;
+        let since = self.now().saturating_sub(Duration::from_nanos(self.last_drive.load(Ordering::Relaxed)));
+        let idle = inbox.calls.is_empty() && since < CALLER_DRIVES_PAUSE && self.last_drive.load(Ordering::Relaxed) > 0;
         let ends = self.closed.get().is_some() || self.failure.get().is_some();
         !ends && (self.drivers.load(Ordering::SeqCst) > 0 || idle)
     }
@@ -486,7 +488,7 @@ impl NegotiatorState {
     /// Takes the turn for the thread. A caller may be blocked in an operation; closing the group ends that.
     fn turn_of_thread(&self, communicator: &Communicator) -> MutexGuard<'_, Option<Work>> {
         loop {
-            if let Some(work) = self.work.try_lock_for(NAP) {
+            if let Some(work) = self.work.try_lock_for(POLL_INTERVAL) {
                 return work;
             }
             if let Some(reason) = self.closed.get() {
@@ -501,11 +503,11 @@ impl NegotiatorState {
         loop {
             {
                 let mut inbox = self.inbox.lock();
-                inbox.is_aside = true;
+                inbox.ignores_doorbell = true;
                 while self.is_driven(&inbox) {
-                    self.changed.wait_for(&mut inbox, ASIDE);
+                    self.changed.wait_for(&mut inbox, CALLER_DRIVES_PAUSE);
                 }
-                inbox.is_aside = false;
+                inbox.ignores_doorbell = false;
             }
             let seen = transport.doorbell();
             let (busy, watches) = {
@@ -522,14 +524,14 @@ impl NegotiatorState {
             if let Some(reason) = self.closed.get() {
                 return Ok(reason.clone());
             }
-            transport.doze(seen, if watches { NAP } else { LONG_NAP });
+            transport.wait_doorbell(seen, if watches { POLL_INTERVAL } else { LONG_POLL_INTERVAL });
         }
     }
 
     fn call(&self, call: NegotiatorCommand) {
         let mut inbox = self.inbox.lock();
         if let Some(error) = &inbox.ended {
-            let error = told_of(error.clone(), call.name());
+            let error = error_of_call(error.clone(), call.name());
             drop(inbox);
             return call.done()(Err(error));
         }
@@ -564,7 +566,7 @@ impl NegotiatorState {
         let calls = std::mem::take(&mut inbox.calls);
         drop(inbox);
         for call in calls {
-            let error = told_of(error.clone(), call.name());
+            let error = error_of_call(error.clone(), call.name());
             // A panic in a completion must not end the thread.
             let _ = catch_unwind(AssertUnwindSafe(|| call.done()(Err(error))));
         }
@@ -578,12 +580,12 @@ impl NegotiatorState {
         std::thread::Builder::new()
             .name(format!("smd-names-{:x}", self.id))
             .spawn(move || drop(sender.send(connect())))
-            .map_err(|error| Error::io("starting a thread that meets the other ranks", error))?;
+            .map_err(|error| Error::io("starting a thread that connects to the other ranks", error))?;
         let communicator = loop {
             match receiver.recv_timeout(self.options.stall_warning) {
                 Ok(outcome) => break outcome?,
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Internal("the thread that meets the other ranks ended early".into()));
+                    return Err(Error::Internal("the thread that connects to the other ranks ended early".into()));
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     let inbox = self.inbox.lock();
@@ -601,7 +603,7 @@ impl NegotiatorState {
 }
 
 /// The error of a call of `name` after the negotiation has ended.
-pub(super) fn told_of(error: Error, name: &str) -> Error {
+pub(super) fn error_of_call(error: Error, name: &str) -> Error {
     match error {
         Error::PeerFailed { rank, how, me, .. } => Error::PeerFailed { rank, how, me, during: format!("`{name}`") },
         Error::Timeout { waited, missing, limit, .. } => {

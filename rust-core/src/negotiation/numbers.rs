@@ -12,23 +12,24 @@ use crate::error::{Error, Result};
 use crate::world::monitor::interrupt_pending;
 
 /// Interval at which a wait looks for signals.
-const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A reduction of numbers that is running or complete.
 pub struct Numbers {
     outcome: Arc<NumbersState>,
-    asked: NamedHandle,
+    handle: NamedHandle,
 }
 
 #[derive(Default)]
 struct NumbersState {
-    told: Mutex<Option<Result<Vec<u64>>>>,
+    result: Mutex<Option<Result<Vec<u64>>>>,
     decided: Condvar,
 }
 
 impl Numbers {
-    /// Submits the reduction of these 64-bit integers. Both functions are called with the result, on any thread: `told`
-    /// before [`Numbers::known`] returns it, and `known` after that. Neither is called if this returns an error.
+    /// Submits the reduction of these 64-bit integers. Both functions are called with the result, on any thread:
+    /// `before_known` before [`Numbers::known`] returns it, and `after_known` after that. Neither is called if this
+    /// returns an error.
     ///
     /// # Errors
     /// As [`Negotiator::request`].
@@ -37,8 +38,8 @@ impl Numbers {
         name: Name,
         mut numbers: Vec<u64>,
         op: ReduceOp,
-        told: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
-        known: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
+        before_known: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
+        after_known: impl FnOnce(&Result<Vec<u64>>) + Send + 'static,
     ) -> Result<Self> {
         // SAFETY: the completion owns the numbers, which are on the heap; no other code accesses them before it is
         // called.
@@ -49,23 +50,23 @@ impl Numbers {
         let learned = Arc::clone(&outcome);
         let done = move |result: Result<Option<usize>>| {
             let result = result.map(|_| numbers);
-            told(&result);
-            *learned.told.lock() = Some(result.clone());
+            before_known(&result);
+            *learned.result.lock() = Some(result.clone());
             learned.decided.notify_all();
-            known(&result);
+            after_known(&result);
         };
-        let ask = NamedRequest {
+        let request = NamedRequest {
             name,
             tensors: vec![(Request::AllReduce { input: view, output: view, op }, shape)],
             factors: Factors::default(),
             blocking: false,
         };
-        Ok(Self { outcome, asked: negotiator.request(ask, || Box::new(done))? })
+        Ok(Self { outcome, handle: negotiator.request(request, || Box::new(done))? })
     }
 
     /// The result, if it is known.
     pub fn known(&self) -> Option<Result<Vec<u64>>> {
-        self.outcome.told.lock().clone()
+        self.outcome.result.lock().clone()
     }
 
     /// Waits for the result; `during` describes the wait in errors.
@@ -78,13 +79,13 @@ impl Numbers {
             if let Some(result) = self.known() {
                 return result;
             }
-            if !self.asked.drive() {
-                let mut told = self.outcome.told.lock();
-                if told.is_none() {
-                    self.outcome.decided.wait_for(&mut told, LOOK_FOR_SIGNALS);
+            if !self.handle.drive() {
+                let mut result = self.outcome.result.lock();
+                if result.is_none() {
+                    self.outcome.decided.wait_for(&mut result, SIGNAL_CHECK_INTERVAL);
                 }
             }
-            if self.outcome.told.lock().is_none() && interrupt_pending() {
+            if self.outcome.result.lock().is_none() && interrupt_pending() {
                 return Err(Error::Interrupted { during: during.to_owned() });
             }
         }

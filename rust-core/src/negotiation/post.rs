@@ -27,13 +27,13 @@ pub(super) struct Post {
 /// The receive of a neighbour's next message.
 struct Incoming {
     from: usize,
-    /// Head and rest; the memory does not move until `under_way` has ended.
+    /// Head and rest; the memory does not move until `in_flight` has ended.
     bytes: Vec<u8>,
-    under_way: transport::Message,
+    in_flight: transport::Message,
 }
 
 struct QueuedPost {
-    under_way: transport::Message,
+    in_flight: transport::Message,
     _bytes: Arc<[u8]>,
 }
 
@@ -59,8 +59,8 @@ impl Post {
         for to in to {
             for part in [&bytes[..HEAD_BYTES], &bytes[HEAD_BYTES..]].into_iter().filter(|part| !part.is_empty()) {
                 // SAFETY: the bytes live, unchanged, until the message has ended, which `retire` and `drop` ensure.
-                let under_way = unsafe { self.transport.post_send(to, TAG_NEGOTIATION, part.as_ptr(), part.len()) };
-                self.outgoing.push(QueuedPost { under_way, _bytes: bytes.clone() });
+                let in_flight = unsafe { self.transport.post_send(to, TAG_NEGOTIATION, part.as_ptr(), part.len()) };
+                self.outgoing.push(QueuedPost { in_flight, _bytes: bytes.clone() });
             }
         }
         Ok(())
@@ -85,7 +85,7 @@ impl Post {
     /// The transport's.
     pub(super) fn retire(&mut self) -> Result<bool> {
         let mut failure = Ok(());
-        self.outgoing.retain(|outgoing| match outgoing.under_way.poll() {
+        self.outgoing.retain(|outgoing| match outgoing.in_flight.poll() {
             None => true,
             Some(Ok(_)) => false,
             Some(Err(error)) => {
@@ -99,21 +99,21 @@ impl Post {
 
 impl Drop for Post {
     fn drop(&mut self) {
-        self.neighbours.iter().for_each(|neighbour| self.transport.cancel(&neighbour.under_way));
-        self.outgoing.iter().for_each(|outgoing| self.transport.cancel(&outgoing.under_way));
+        self.neighbours.iter().for_each(|neighbour| self.transport.cancel(&neighbour.in_flight));
+        self.outgoing.iter().for_each(|outgoing| self.transport.cancel(&outgoing.in_flight));
     }
 }
 
 impl Incoming {
     fn new(transport: &dyn Transport, from: usize) -> Self {
         let mut bytes = vec![0; HEAD_BYTES];
-        let under_way = ask(transport, from, &mut bytes);
-        Self { from, bytes, under_way }
+        let in_flight = post_receive(transport, from, &mut bytes);
+        Self { from, bytes, in_flight }
     }
 
     fn take(&mut self, transport: &dyn Transport) -> Result<Option<NegotiationMessage>> {
         loop {
-            match self.under_way.poll() {
+            match self.in_flight.poll() {
                 None => return Ok(None),
                 Some(result) => result?,
             };
@@ -124,14 +124,14 @@ impl Incoming {
                     return Err(self.unreadable(&format!("it has {end} bytes")));
                 }
                 self.bytes.resize(end, 0);
-                self.under_way = ask(transport, self.from, &mut self.bytes[HEAD_BYTES..]);
+                self.in_flight = post_receive(transport, self.from, &mut self.bytes[HEAD_BYTES..]);
                 continue;
             }
             let message = postcard::from_bytes(&self.bytes[LENGTH_BYTES..end]);
             let message = message.map_err(|error| self.unreadable(&error.to_string()))?;
             self.bytes.truncate(HEAD_BYTES);
             self.bytes.shrink_to(1 << 16);
-            self.under_way = ask(transport, self.from, &mut self.bytes);
+            self.in_flight = post_receive(transport, self.from, &mut self.bytes);
             return Ok(Some(message));
         }
     }
@@ -141,7 +141,7 @@ impl Incoming {
     }
 }
 
-fn ask(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
+fn post_receive(transport: &dyn Transport, from: usize, bytes: &mut [u8]) -> transport::Message {
     // SAFETY: the bytes are on the heap and are not accessed before the message has ended, which `Post` waits for or
     // causes by cancelling it.
     unsafe { transport.post_recv(Some(from), TAG_NEGOTIATION, bytes.as_mut_ptr(), bytes.len()) }

@@ -4,7 +4,7 @@
 //! A rank submits its list under a name like a collective ([`Kind::Presence`]), but no operation runs. The error for
 //! ranks whose lists differ is made here. If all gradients of the step have been submitted, those that still wait
 //! would never be matched; they end with the same error
-//! ([`NegotiationFailure::Apart`](super::message::NegotiationFailure)).
+//! ([`NegotiationFailure::GradientsDiffer`](super::message::NegotiationFailure)).
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::message::Variant;
 use crate::collectives::Kind;
 
 /// Number of gradients that an error lists.
-const SHOWN: usize = 4;
+const MAX_LISTED: usize = 4;
 
 /// The gradients of a step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -75,9 +75,9 @@ pub(super) fn difference(variants: &[Variant], ranks: &[usize]) -> Option<String
         let (lacks, has) = (without.text(ranks), with.text(ranks));
         format!("{lacks} {} no gradient of `{name}`, {has} {} one", have(without), have(with))
     };
-    let mut text = differing.iter().take(SHOWN).map(tell).collect::<Vec<_>>().join("; ");
-    if differing.len() > SHOWN {
-        text += &format!("; and {} more", differing.len() - SHOWN);
+    let mut text = differing.iter().take(MAX_LISTED).map(tell).collect::<Vec<_>>().join("; ");
+    if differing.len() > MAX_LISTED {
+        text += &format!("; and {} more", differing.len() - MAX_LISTED);
     }
     Some(text)
 }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_call_numbered_parameters_does_not_matter() {
+    fn names_of_numbered_parameters_are_not_compared() {
         let of = |numbers: &[u64], names: &str| variant(numbers, names, 0..1).description;
         assert_eq!(of(&[0, 1], "a\nb"), of(&[0, 1], "c\nd"));
         assert_ne!(of(&[0, 1], "a\nb"), of(&[0, 2], "a\nb"));

@@ -166,13 +166,13 @@ mod tests {
     /// Returns every measured point, in order.
     fn searched(limit: usize, share: f64, mut function: impl FnMut(f64) -> f64) -> Vec<(f64, f64)> {
         let mut search = TuningSearch::new(41, limit, share);
-        let mut asked = Vec::new();
+        let mut measured = Vec::new();
         while let Some(place) = search.next() {
             let value = function(search.places[place]);
             search.answer(place, value);
-            asked.push((search.places[place], value));
+            measured.push((search.places[place], value));
         }
-        asked
+        measured
     }
 
     #[test]
@@ -183,10 +183,10 @@ mod tests {
                 let top = 0.05 + 0.9 * (seed as f64 / 19.0);
                 let mut state = seed + 1;
                 let function = |at: f64| 10.0 - 30.0 * (at - top).powi(2) + 0.2 * noise(&mut state);
-                let asked = searched(12, share, function);
-                assert_eq!(asked.len(), 12);
-                let best = asked.iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-                assert!((best.0 - top).abs() <= 0.13, "noise {share}, top {top}: {asked:?}");
+                let measured = searched(12, share, function);
+                assert_eq!(measured.len(), 12);
+                let best = measured.iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+                assert!((best.0 - top).abs() <= 0.13, "noise {share}, top {top}: {measured:?}");
             }
         }
     }
@@ -194,15 +194,15 @@ mod tests {
     #[test]
     fn the_higher_of_two_tops_is_found() {
         let hill = |at: f64, top: f64| (-((at - top) / 0.1).powi(2)).exp();
-        let asked = searched(20, 0.05, |at| hill(at, 0.2) + 1.5 * hill(at, 0.8));
-        let best = asked.iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-        assert!((best.0 - 0.8).abs() <= 0.05, "{asked:?}");
+        let measured = searched(20, 0.05, |at| hill(at, 0.2) + 1.5 * hill(at, 0.8));
+        let best = measured.iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+        assert!((best.0 - 0.8).abs() <= 0.05, "{measured:?}");
     }
 
     #[test]
     fn the_same_answers_lead_to_the_same_places_and_none_comes_twice() {
-        let asked = || searched(100, 0.8, |at| (7.0 * at).sin());
-        let (one, other) = (asked(), asked());
+        let measured = || searched(100, 0.8, |at| (7.0 * at).sin());
+        let (one, other) = (measured(), measured());
         assert_eq!(one, other, "SEA-1");
         assert_eq!(one.len(), 41);
         let mut places: Vec<f64> = one.iter().map(|(place, _)| *place).collect();

@@ -12,12 +12,12 @@ use super::description::Description;
 use super::factors::Factors;
 use super::machine::{Machine, NegotiationAction, Operand, SubmissionId};
 use super::message::{NegotiationLimits, NegotiationMessage};
-use super::stall::{Patience, Waits};
+use super::stall::{StallTimeouts, Waits};
 use super::tree::{FAN_IN, Tree};
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Kind;
 
-const PATIENCE: Patience = Patience { warning: Duration::from_secs(60), limit: Duration::from_secs(300) };
+const TIMEOUTS: StallTimeouts = StallTimeouts { warning: Duration::from_secs(60), limit: Duration::from_secs(300) };
 const LIMITS: NegotiationLimits = NegotiationLimits { cache: 4096, fusion_bytes: 64 << 20 };
 
 #[derive(Clone)]
@@ -89,10 +89,10 @@ struct SimulatedWorld {
 }
 
 impl SimulatedWorld {
-    fn new(size: usize, limits: NegotiationLimits, patience: Patience) -> Self {
+    fn new(size: usize, limits: NegotiationLimits, timeouts: StallTimeouts) -> Self {
         let global: Arc<[usize]> = (0..size).collect();
         let rank = |me| SimulatedRank {
-            machine: Machine::new(Tree::new(me, size), global.clone(), limits, patience),
+            machine: Machine::new(Tree::new(me, size), global.clone(), limits, timeouts),
             tree: Tree::new(me, size),
             calls: HashMap::new(),
             events: Vec::new(),
@@ -265,7 +265,7 @@ impl SimulatedWorld {
 fn traffic_of_a_rank_does_not_grow_with_the_group() {
     const NAMES: usize = 40;
     for size in [2, 9, 64, 4096] {
-        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
+        let mut world = SimulatedWorld::new(size, LIMITS, TIMEOUTS);
         let mut random = SimulationRandom(size as u64);
         let names: Vec<String> = (0..NAMES).map(|name| format!("layer.{name}.weight")).collect();
         for step in 0..3 {
@@ -307,7 +307,7 @@ fn traffic_of_a_rank_does_not_grow_with_the_group() {
 /// A rank never submits a name: in a large group, the reports of it are small, too.
 #[test]
 fn reports_of_a_large_group_are_small_and_name_the_missing() {
-    let mut world = SimulatedWorld::new(400, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(400, LIMITS, TIMEOUTS);
     let mut random = SimulationRandom(5);
     for rank in (0..400).filter(|rank| *rank != 77 && *rank != 300) {
         (0..20).for_each(|name| world.submit(rank, &format!("w{name:02}"), sum(1), false));
@@ -316,14 +316,14 @@ fn reports_of_a_large_group_are_small_and_name_the_missing() {
     world.settle_in_rounds();
     world.reset_traffic();
     world.pass(Duration::from_secs(2), &mut random, |_| false);
-    world.now += PATIENCE.warning;
+    world.now += TIMEOUTS.warning;
     world.pass(Duration::from_millis(500), &mut random, |_| false);
     assert_eq!(world.ranks[0].warnings.len(), 1);
     let text = &world.ranks[0].warnings[0];
     let names = "[w00, w01, w02, w03, w04, w05 ...]";
     assert!(text.ends_with(&format!("call them.\nMissing ranks:\n77: {names}\n300: {names}")), "{text}");
     assert!(world.most().messages <= 60 * (FAN_IN + 1), "{}", world.most().messages);
-    world.now += PATIENCE.limit;
+    world.now += TIMEOUTS.limit;
     world.pass(Duration::from_millis(500), &mut random, |_| false);
     for rank in (0..400).filter(|rank| *rank != 77 && *rank != 300) {
         let texts = world.texts(rank);
@@ -347,7 +347,7 @@ fn reports_of_a_large_group_are_small_and_name_the_missing() {
 #[test]
 fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
     for size in [2, 3, 12] {
-        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
+        let mut world = SimulatedWorld::new(size, LIMITS, TIMEOUTS);
         let mut random = SimulationRandom(1);
         for rank in 0..size {
             world.submit(rank, if rank == 1 { "b" } else { "a" }, sum(1), true);
@@ -372,7 +372,7 @@ fn ranks_that_wait_for_different_names_hear_of_it_within_two_seconds() {
 
 #[test]
 fn a_slow_rank_is_no_false_alarm() {
-    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, TIMEOUTS);
     let mut random = SimulationRandom(2);
     // Rank 1 computes while it waits for another name, as a graph may.
     world.submit(0, "a", sum(1), true);
@@ -402,7 +402,7 @@ fn a_slow_rank_is_no_false_alarm() {
 
 #[test]
 fn a_collective_without_a_name_is_no_way_out() {
-    let mut world = SimulatedWorld::new(2, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(2, LIMITS, TIMEOUTS);
     let mut random = SimulationRandom(6);
     world.submit(0, "a", sum(1), true);
     world.flush(0);
@@ -421,7 +421,7 @@ fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited
     let waits = |what: [&'static str; 3]| {
         move |rank: usize| Waits { idle: true, steps: vec![what[rank].to_owned()], ..Waits::default() }
     };
-    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, TIMEOUTS);
     world.pass_with(Duration::from_secs(3), &mut random, waits(["a", "a", "a"]));
     assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
     world.pass_with(Duration::from_millis(1600), &mut random, waits(["a", "b", "a"]));
@@ -430,14 +430,14 @@ fn steps_of_different_gradients_are_told_to_all_and_those_of_the_same_are_waited
         assert!(text.contains("ranks 0, 2 wait for a, rank 1 waits for b"), "{text}");
     }
     // A rank that computes may still come.
-    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, TIMEOUTS);
     let busy = |rank: usize| Waits { idle: rank != 1, ..waits(["a", "b", "a"])(rank) };
     world.pass_with(Duration::from_secs(3), &mut random, busy);
     assert!((0..3).all(|rank| world.ended_steps(rank).is_empty()));
 }
 
 #[test]
-fn what_ranks_disagree_in_is_told_to_all() {
+fn a_disagreement_is_reported_to_all_ranks() {
     let mut random = SimulationRandom(3);
     let differences: [(Description, &str); 5] = [
         (
@@ -463,7 +463,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
     ];
     for (other, expected) in differences {
         for (warm, order) in [(false, [0, 1, 2, 3]), (true, [0, 1, 2, 3]), (true, [2, 1, 3, 0])] {
-            let mut world = SimulatedWorld::new(4, LIMITS, PATIENCE);
+            let mut world = SimulatedWorld::new(4, LIMITS, TIMEOUTS);
             if warm {
                 (0..4).for_each(|rank| {
                     world.submit(rank, "a", sum(4), false);
@@ -492,7 +492,7 @@ fn what_ranks_disagree_in_is_told_to_all() {
 
 #[test]
 fn only_reductions_can_do_without_ranks_that_joined() {
-    let mut world = SimulatedWorld::new(3, LIMITS, PATIENCE);
+    let mut world = SimulatedWorld::new(3, LIMITS, TIMEOUTS);
     let mut random = SimulationRandom(4);
     let broadcast = Description { kind: Kind::Broadcast, ..sum(2) };
     for round in 0..2 {
@@ -528,7 +528,7 @@ fn only_reductions_can_do_without_ranks_that_joined() {
 fn steps_with_other_gradients_end_on_all_ranks() {
     let step = |names: &str, is_last| Description::presence(&Gradients { names, numbers: &[], is_last });
     for (size, is_last) in [(3, false), (3, true), (12, true)] {
-        let (mut random, mut world) = (SimulationRandom(8), SimulatedWorld::new(size, LIMITS, PATIENCE));
+        let (mut random, mut world) = (SimulationRandom(8), SimulatedWorld::new(size, LIMITS, TIMEOUTS));
         for round in 0..4 {
             // The same twice, the second time by cache position; a rank that has joined makes no difference.
             let lacks = |rank: usize| round == 2 && rank == 1;
@@ -576,7 +576,7 @@ fn ranks_that_joined_take_part_on_devices_if_all_of_them_have_one() {
     let mut random = SimulationRandom(6);
     let on_device = Description { on_device: true, ..sum(3) };
     for size in [3, 12] {
-        let mut world = SimulatedWorld::new(size, LIMITS, PATIENCE);
+        let mut world = SimulatedWorld::new(size, LIMITS, TIMEOUTS);
         // Twice with descriptions, and then by cache position.
         for (round, without) in [None, Some(size - 1), Some(1), None].into_iter().enumerate() {
             let failures = world.texts(0).len();
@@ -631,7 +631,7 @@ proptest! {
         odd in any::<bool>(),
     ) {
         let mut random = SimulationRandom(seed);
-        let mut world = SimulatedWorld::new(size, NegotiationLimits { cache, fusion_bytes }, PATIENCE);
+        let mut world = SimulatedWorld::new(size, NegotiationLimits { cache, fusion_bytes }, TIMEOUTS);
         // Each rank submits each name equally often, in its own order; ranks that join submit fewer.
         let scripts: Vec<Vec<usize>> = (0..size).map(|rank| {
             let times = if joins && rank % 3 == 1 { times / 2 } else { times };

@@ -21,7 +21,7 @@ use crate::error::{Error, Limit};
 
 /// Time limits of waits.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub(super) struct StallTimeouts {
     /// Time until the first warning, and between warnings.
     pub(super) warning: Duration,
     /// Time until everything that waits fails.
@@ -33,10 +33,10 @@ pub(super) const REPORT_AFTER: Duration = Duration::from_millis(500);
 /// A rank that can do nothing else is stuck after this time without an answer.
 pub(super) const STUCK_AFTER: Duration = Duration::from_secs(1);
 /// How long a deadlock must last before the root ends it, because reports or announcements may be in flight.
-const BELIEVE_AFTER: Duration = Duration::from_millis(200);
+const DEADLOCK_CONFIRM_TIME: Duration = Duration::from_millis(200);
 /// Number of names for each rank, and of ranks, in a warning.
-const SHOWN: usize = 6;
-const SHOWN_RANKS: usize = 64;
+const MAX_LISTED: usize = 6;
+const MAX_LISTED_RANKS: usize = 64;
 
 /// The activity of a member besides negotiating.
 #[derive(Clone, Debug, Default)]
@@ -51,13 +51,13 @@ pub(super) struct Waits {
 
 /// Detects stalls: names that some ranks have waited for too long.
 pub(super) struct Stall {
-    patience: Patience,
+    timeouts: StallTimeouts,
     /// The children's last reports, and when they arrived.
     reports: Vec<(Report, Duration)>,
     /// The last report to the parent.
-    told: Report,
+    last_sent: Report,
     /// When this member last submitted a call or got an answer.
-    last_news: Duration,
+    last_change: Duration,
     /// Number of unanswered calls of this member, and of those that block their callers.
     num_pending: usize,
     num_blocking: usize,
@@ -67,12 +67,12 @@ pub(super) struct Stall {
 }
 
 impl Stall {
-    pub(super) fn new(children: usize, patience: Patience) -> Self {
+    pub(super) fn new(children: usize, timeouts: StallTimeouts) -> Self {
         Self {
-            patience,
+            timeouts,
             reports: vec![Default::default(); children],
-            told: Report::default(),
-            last_news: Duration::ZERO,
+            last_sent: Report::default(),
+            last_change: Duration::ZERO,
             num_pending: 0,
             num_blocking: 0,
             all_stuck_since: None,
@@ -90,11 +90,11 @@ impl Stall {
                 || !report.joined.is_empty()
                 || !report.steps.is_empty()
         };
-        says(&self.told) || self.reports.iter().any(|(report, _)| says(report))
+        says(&self.last_sent) || self.reports.iter().any(|(report, _)| says(report))
     }
 
     pub(super) fn changed(&mut self, now: Duration) {
-        self.last_news = now;
+        self.last_change = now;
     }
 
     /// Counts a call of this member, or the end of one.
@@ -105,29 +105,37 @@ impl Stall {
         }
     }
 
-    /// A message of a child arrived. `news` says that one of its ranks has become ready for a name, `current` that
-    /// the child had received all answers when it sent the message.
-    pub(super) fn heard(&mut self, child: usize, report: Option<Report>, news: bool, current: bool, now: Duration) {
+    /// A message of a child arrived. `is_progress` says that one of its ranks has become ready for a name, `current`
+    /// that the child had received all answers when it sent the message.
+    pub(super) fn receive_report(
+        &mut self,
+        child: usize,
+        report: Option<Report>,
+        is_progress: bool,
+        current: bool,
+        now: Duration,
+    ) {
         if let Some(report) = report {
             self.reports[child] = (report, now);
         }
-        if news || !current {
-            self.reports[child].0.loosen();
+        if is_progress || !current {
+            self.reports[child].0.clear_stuck();
         }
     }
 
-    /// Notes that collectives were answered, so that no rank is stuck now. Children report anew the collectives for which they wait.
+    /// Notes that collectives were answered, so that no rank is stuck now. Children report anew the collectives for
+    /// which they wait.
     pub(super) fn answered(&mut self, now: Duration) {
-        self.last_news = now;
+        self.last_change = now;
         self.all_stuck_since = None;
-        self.reports.iter_mut().for_each(|(report, _)| report.loosen());
-        self.told.loosen();
+        self.reports.iter_mut().for_each(|(report, _)| report.clear_stuck());
+        self.last_sent.clear_stuck();
     }
 
     /// Nothing waits any more.
     pub(super) fn forget(&mut self) {
         self.late_since = None;
-        for report in self.reports.iter_mut().map(|(report, _)| report).chain([&mut self.told]) {
+        for report in self.reports.iter_mut().map(|(report, _)| report).chain([&mut self.last_sent]) {
             report.waiting.clear();
             report.steps.clear();
         }
@@ -142,7 +150,7 @@ impl Stall {
         Waits { idle, elsewhere, steps }: Waits,
         now: Duration,
     ) -> Report {
-        let quiet = now.saturating_sub(self.last_news) >= STUCK_AFTER;
+        let quiet = now.saturating_sub(self.last_change) >= STUCK_AFTER;
         let waits = joined || self.num_blocking > 0 || ((self.num_pending > 0 || elsewhere) && idle);
         let held = waits || (!steps.is_empty() && idle);
         let mut report = Report { stuck: quiet && waits, held: quiet && held, ..Report::default() };
@@ -193,21 +201,21 @@ impl Stall {
     }
 
     /// The message for the parent: `report`, if it differs from the last one.
-    pub(super) fn news(&mut self, report: Report) -> Option<Report> {
+    pub(super) fn changed_report(&mut self, report: Report) -> Option<Report> {
         let names = |report: &Report| -> Vec<(String, RankSet)> {
             let mut names: Vec<_> =
                 report.waiting.iter().map(|waiting| (waiting.name.clone(), waiting.ranks.clone())).collect();
             names.sort_by(|a, b| a.0.cmp(&b.0));
             names
         };
-        let same = report.stuck == self.told.stuck
-            && report.held == self.told.held
-            && report.joined == self.told.joined
-            && report.elsewhere == self.told.elsewhere
-            && report.steps == self.told.steps
-            && names(&report) == names(&self.told);
+        let same = report.stuck == self.last_sent.stuck
+            && report.held == self.last_sent.held
+            && report.joined == self.last_sent.joined
+            && report.elsewhere == self.last_sent.elsewhere
+            && report.steps == self.last_sent.steps
+            && names(&report) == names(&self.last_sent);
         (!same).then(|| {
-            self.told = report.clone();
+            self.last_sent = report.clone();
             report
         })
     }
@@ -221,21 +229,21 @@ impl Stall {
         now: Duration,
     ) -> (Option<String>, Option<NegotiationFailure>) {
         // A name that all ranks wait for is merely slow: one of them may need further names first.
-        let apart = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
+        let differ = !report.steps.is_empty() && report.steps.iter().all(|step| !step.ranks.missing(size).is_empty());
         if report.waiting.is_empty() {
             self.late_since = None;
         }
-        if !(report.stuck && !report.waiting.is_empty() || report.held && apart) {
+        if !(report.stuck && !report.waiting.is_empty() || report.held && differ) {
             self.all_stuck_since = None;
-        } else if now.saturating_sub(*self.all_stuck_since.get_or_insert(now)) >= BELIEVE_AFTER {
+        } else if now.saturating_sub(*self.all_stuck_since.get_or_insert(now)) >= DEADLOCK_CONFIRM_TIME {
             let waits = |waiting: &Waiting| {
                 let plural = if waiting.ranks.is_one() { "waits" } else { "wait" };
                 format!("{} {plural} for `{}`", waiting.ranks.text(ranks), waiting.name)
             };
             let mut names: Vec<&Waiting> = report.waiting.iter().collect();
             names.sort_by_key(|waiting| (waiting.ranks.first(), &waiting.name));
-            let mut all: Vec<String> = names.into_iter().take(2 * SHOWN).map(waits).collect();
-            all.extend(report.steps.iter().take(SHOWN).map(|step| {
+            let mut all: Vec<String> = names.into_iter().take(2 * MAX_LISTED).map(waits).collect();
+            all.extend(report.steps.iter().take(MAX_LISTED).map(|step| {
                 let plural = if step.ranks.is_one() { "waits" } else { "wait" };
                 format!("{} {plural} for {}", step.ranks.text(ranks), step.name)
             }));
@@ -268,22 +276,22 @@ impl Stall {
             format!(
                 "collectives have waited for more than {seconds} seconds for ranks that do not call them.{ending}\n\
                  Missing ranks:{}",
-                missing_ranks(&late, self.patience.limit)
+                missing_ranks(&late, self.timeouts.limit)
             )
         };
-        if late(self.patience.limit).next().is_none() {
+        if late(self.timeouts.limit).next().is_none() {
             self.late_since = None;
-        } else if now.saturating_sub(*self.late_since.get_or_insert(now)) >= BELIEVE_AFTER {
+        } else if now.saturating_sub(*self.late_since.get_or_insert(now)) >= DEADLOCK_CONFIRM_TIME {
             let waited_ms = report.waiting[0].age_ms;
             let tensors = report.waiting.iter().map(|waiting| (waiting.name.clone(), missing(waiting))).collect();
-            let blame = tell(self.patience.limit, " Will shutdown.");
+            let blame = tell(self.timeouts.limit, " Will shutdown.");
             return (Some(blame), Some(NegotiationFailure::Stalled { waited_ms, tensors }));
         }
-        let due = self.last_warning.is_none_or(|last| now.saturating_sub(last) >= self.patience.warning);
-        if !due || late(self.patience.warning).next().is_none() {
+        let due = self.last_warning.is_none_or(|last| now.saturating_sub(last) >= self.timeouts.warning);
+        if !due || late(self.timeouts.warning).next().is_none() {
             return (None, None);
         }
-        let text = tell(self.patience.warning, "");
+        let text = tell(self.timeouts.warning, "");
         self.last_warning = Some(now);
         (Some(text), None)
     }
@@ -296,13 +304,16 @@ fn missing_ranks(late: &[(&Waiting, Vec<usize>)], limit: Duration) -> String {
         let names: Vec<&Waiting> =
             late.iter().filter(|(_, missing)| missing.contains(rank)).map(|(waiting, _)| *waiting).collect();
         let past = names.iter().any(|waiting| Duration::from_millis(waiting.age_ms) >= limit);
-        let shown: Vec<&str> = names.iter().take(SHOWN).map(|waiting| waiting.name.as_str()).collect();
-        let more = if names.len() > SHOWN { " ..." } else { "" };
+        let shown: Vec<&str> = names.iter().take(MAX_LISTED).map(|waiting| waiting.name.as_str()).collect();
+        let more = if names.len() > MAX_LISTED { " ..." } else { "" };
         format!("\n{rank}{}: [{}{more}]", if past { "!" } else { "" }, shown.join(", "))
     };
-    let more =
-        if ranks.len() > SHOWN_RANKS { format!("\nand {} more", ranks.len() - SHOWN_RANKS) } else { String::new() };
-    ranks.iter().take(SHOWN_RANKS).map(line).collect::<String>() + &more
+    let more = if ranks.len() > MAX_LISTED_RANKS {
+        format!("\nand {} more", ranks.len() - MAX_LISTED_RANKS)
+    } else {
+        String::new()
+    };
+    ranks.iter().take(MAX_LISTED_RANKS).map(line).collect::<String>() + &more
 }
 
 impl NegotiationFailure {
@@ -313,7 +324,7 @@ impl NegotiationFailure {
                 during: "collectives by name".to_owned(),
                 detail: format!("every rank waits, and no name is called by all: {detail}"),
             },
-            NegotiationFailure::Apart { detail } => {
+            NegotiationFailure::GradientsDiffer { detail } => {
                 Error::Mismatch { during: "the gradients of a step".to_owned(), detail: detail.clone() }
             }
             NegotiationFailure::Stalled { waited_ms, tensors } => {

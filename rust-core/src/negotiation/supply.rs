@@ -148,34 +148,34 @@ mod tests {
 
     #[test]
     fn a_device_that_was_used_comes_before_any_other() {
-        let signs = DeviceHints { used: Some(1), named: Some(2), current: Some(0), local_rank: 3 };
-        assert_eq!(signs.choose(4), Some(1));
-        assert_eq!(DeviceHints { used: None, ..signs }.choose(4), Some(2));
-        assert_eq!(DeviceHints { used: None, named: None, ..signs }.choose(4), Some(0));
+        let hints = DeviceHints { used: Some(1), named: Some(2), current: Some(0), local_rank: 3 };
+        assert_eq!(hints.choose(4), Some(1));
+        assert_eq!(DeviceHints { used: None, ..hints }.choose(4), Some(2));
+        assert_eq!(DeviceHints { used: None, named: None, ..hints }.choose(4), Some(0));
         assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(4), Some(3));
         // Each process sees only its own device.
         assert_eq!(DeviceHints { local_rank: 3, ..DeviceHints::default() }.choose(1), Some(0));
-        assert_eq!(signs.choose(0), None);
+        assert_eq!(hints.choose(0), None);
         assert_eq!(DeviceHints { named: Some(4), local_rank: 1, ..DeviceHints::default() }.choose(2), Some(1));
     }
 
     #[test]
-    fn a_device_that_was_named_in_vain_is_told() {
-        let signs = DeviceHints { used: Some(1), named: Some(0), ..DeviceHints::default() };
+    fn an_unused_device_argument_is_reported() {
+        let hints = DeviceHints { used: Some(1), named: Some(0), ..DeviceHints::default() };
         let expected =
             "`join()` was called with device 0: this rank takes part on `cuda:1`, on which it has called collectives";
-        assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
-        let signs = DeviceHints { named: Some(4), ..DeviceHints::default() };
+        assert_eq!(hints.warning(hints.choose(2)).as_deref(), Some(expected));
+        let hints = DeviceHints { named: Some(4), ..DeviceHints::default() };
         let expected =
             "`join()` was called with device 4: this rank takes part on `cuda:0`, since there is no such device";
-        assert_eq!(signs.warning(signs.choose(2)).as_deref(), Some(expected));
-        for signs in [
-            DeviceHints { named: Some(1), used: Some(1), ..signs },
-            DeviceHints { named: None, used: Some(1), ..signs },
+        assert_eq!(hints.warning(hints.choose(2)).as_deref(), Some(expected));
+        for hints in [
+            DeviceHints { named: Some(1), used: Some(1), ..hints },
+            DeviceHints { named: None, used: Some(1), ..hints },
         ] {
-            assert_eq!(signs.warning(signs.choose(2)), None);
+            assert_eq!(hints.warning(hints.choose(2)), None);
         }
         // On CPUs, the setting has no effect.
-        assert_eq!(signs.warning(signs.choose(0)), None);
+        assert_eq!(hints.warning(hints.choose(0)), None);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use super::factors::Factors;
-use super::negotiator::{LONG_NAP, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
+use super::negotiator::{LONG_POLL_INTERVAL, Name, NamedHandle, NamedRequest, Negotiator, NegotiatorOptions};
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::{Communicator, Request};
 use crate::error::{Code, Error, Result};
@@ -45,7 +45,7 @@ fn mock(size: usize) -> Vec<Arc<dyn Transport>> {
     MockTransport::net(size, options).into_iter().map(|end| end as Arc<dyn Transport>).collect()
 }
 
-/// A rank: its negotiator and who has departed.
+/// A rank: its negotiator, and the monitor of departed ranks.
 struct Rank {
     me: usize,
     negotiator: Arc<Negotiator>,
@@ -114,18 +114,18 @@ impl PendingReduction {
         let done = Box::new(move |result| drop(sender.send(result)));
         let (name, factors) = (Name::Given(name.to_owned()), Factors::default());
         let request = NamedRequest { name, tensors: vec![(request, None)], factors, blocking: true };
-        let handle = rank.negotiator.request(request, || done).expect("it can be asked for");
+        let handle = rank.negotiator.request(request, || done).expect("it can be handle for");
         (Self { values, outcome }, handle)
     }
 
-    fn drive(self, asked: &NamedHandle) -> Result<Vec<f32>> {
+    fn drive(self, handle: &NamedHandle) -> Result<Vec<f32>> {
         let start = Instant::now();
         loop {
             if let Ok(outcome) = self.outcome.try_recv() {
                 return outcome.map(|_| self.values.clone());
             }
             assert!(start.elapsed() < TIMEOUT, "it ends");
-            if !asked.drive() {
+            if !handle.drive() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -235,12 +235,12 @@ fn disagreement_is_told_to_all(make: MakeGroup) {
             "`bad`: ranks disagree: Mismatched operations: One rank did an ALLREDUCE, but another rank did an BROADCAST: ranks 0, 2 ask for all_reduce(sum) of float32 [4], \
              rank 1 asks for broadcast of float32 [4] from rank 0 of the group",
             "`bad`: ranks disagree: a rank cannot take part: ranks 0, 2 ask for broadcast of float32 [4] from rank 0 of \
-             the group, rank 1 asks for an error (broadcast: root 9 is no rank of a group of 3)",
+             the group, rank 1 asks for an error (broadcast: root 9 is not a rank of a group of 3)",
         ][turn % 3];
         assert_eq!(all[0], expected);
         assert_eq!(all[2], expected);
         if turn % 3 == 2 {
-            assert_eq!(all[1], "broadcast: root 9 is no rank of a group of 3");
+            assert_eq!(all[1], "broadcast: root 9 is not a rank of a group of 3");
         } else {
             assert_eq!(all[1], expected);
         }
@@ -315,9 +315,9 @@ fn callers_that_wait_drive(make: MakeGroup) {
                 let elems = if step % 20 == 7 { 100_000 } else { 1 + step };
                 let beside =
                     PendingReduction::sum(rank, &format!("beside.{thread}.{step}"), vec![rank.me as f32 + 1.0], false);
-                let (pending, asked) =
+                let (pending, handle) =
                     PendingReduction::request(rank, &format!("{thread}.{step}"), vec![rank.me as f32 + 1.0; elems]);
-                assert!(pending.drive(&asked).expect("all ranks agree").iter().all(|&value| value == expected));
+                assert!(pending.drive(&handle).expect("all ranks agree").iter().all(|&value| value == expected));
                 assert_eq!(beside.wait().expect("all ranks agree"), [expected]);
                 if (step + rank.me).is_multiple_of(15) {
                     // Longer than the negotiation's own thread stays asleep.
@@ -335,31 +335,31 @@ fn callers_that_wait_drive(make: MakeGroup) {
     }
 }
 
-fn calls_that_nobody_drives_wake_the_thread(make: MakeGroup) {
+fn calls_without_a_driving_caller_wake_the_thread(make: MakeGroup) {
     const CALLS: u32 = 40;
     let job = job(make, 2, OPTIONS);
     let start = Instant::now();
     for _ in 0..CALLS {
         on_all(&job, |rank| {
-            let (pending, asked) = PendingReduction::request(rank, "left alone", vec![rank.me as f32 + 1.0]);
-            drop(asked);
+            let (pending, handle) = PendingReduction::request(rank, "left alone", vec![rank.me as f32 + 1.0]);
+            drop(handle);
             assert_eq!(pending.wait().expect("all ranks agree"), [3.0]);
         });
     }
     // Without the wake-up, each call would wait for the thread's next poll.
-    assert!(start.elapsed() < LONG_NAP * CALLS / 2, "{:?}", start.elapsed());
+    assert!(start.elapsed() < LONG_POLL_INTERVAL * CALLS / 2, "{:?}", start.elapsed());
 }
 
-fn whoever_drives_hears_of_an_end(make: MakeGroup) {
+fn a_driving_caller_gets_the_error_of_an_end(make: MakeGroup) {
     for departs in [false, true] {
         let job = job(make, 3, OPTIONS);
         on_all(&job, |rank| {
-            let (pending, asked) = PendingReduction::request(rank, "first", vec![1.0]);
-            assert_eq!(pending.drive(&asked).expect("all ranks agree"), [3.0]);
+            let (pending, handle) = PendingReduction::request(rank, "first", vec![1.0]);
+            assert_eq!(pending.drive(&handle).expect("all ranks agree"), [3.0]);
             if rank.me == 1 {
                 return;
             }
-            let (pending, asked) = PendingReduction::request(rank, "second", vec![1.0]);
+            let (pending, handle) = PendingReduction::request(rank, "second", vec![1.0]);
             let start = Instant::now();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -369,7 +369,7 @@ fn whoever_drives_hears_of_an_end(make: MakeGroup) {
                         false => rank.negotiator.close("enough"),
                     }
                 });
-                let error = pending.drive(&asked).expect_err("rank 1 does not come");
+                let error = pending.drive(&handle).expect_err("rank 1 does not come");
                 assert_eq!(error.code(), if departs { Code::PeerFailed } else { Code::Closed }, "{error}");
             });
             assert!(start.elapsed() < TIMEOUT / 2);
@@ -422,8 +422,8 @@ macro_rules! contract {
 contract! {
     shm: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_without_a_driving_caller_wake_the_thread, a_driving_caller_gets_the_error_of_an_end, ranks_that_joined_contribute_nothing;
     mock: names_in_any_order, threads_and_repeated_names, disagreement_is_told_to_all, different_names_are_told_to_all,
         a_missing_rank_is_named_after_the_limit, a_departure_ends_everything, closing_ends_everything,
-        callers_that_wait_drive, calls_that_nobody_drives_wake_the_thread, whoever_drives_hears_of_an_end, ranks_that_joined_contribute_nothing;
+        callers_that_wait_drive, calls_without_a_driving_caller_wake_the_thread, a_driving_caller_gets_the_error_of_an_end, ranks_that_joined_contribute_nothing;
 }

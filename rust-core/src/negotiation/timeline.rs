@@ -184,7 +184,7 @@ fn ready(pid: usize, ts: u64, rank: usize) -> Value {
 }
 
 /// Other members, given by their ranks in the group, are ready for a name.
-pub(super) fn heard(name: &str, members: Range<usize>, ranks: &[usize]) {
+pub(super) fn note_ready(name: &str, members: Range<usize>, ranks: &[usize]) {
     with(name, |_, pid, ts| ranks[members].iter().map(|rank| ready(pid, ts, *rank)).collect());
 }
 
@@ -217,10 +217,10 @@ struct Allocates {
 
 impl MakeOutputs for Allocates {
     fn make(&self, rows: &[usize]) -> Result<Vec<TensorView>> {
-        self.trace.turns_to(Some("ALLOCATE_OUTPUT"));
+        self.trace.switch_activity(Some("ALLOCATE_OUTPUT"));
         let made = self.outputs.make(rows);
         self.trace.rows.get_or_init(|| rows.iter().sum::<usize>() as u64);
-        self.trace.turns_to(Some(&self.trace.runs));
+        self.trace.switch_activity(Some(&self.trace.runs));
         made
     }
 }
@@ -241,7 +241,7 @@ impl Traces {
         });
         let runs = format!("{}_{}", self.carrier, traced.operation);
         let trace = Arc::new(Trace { traced, places, runs, is_active: false.into(), rows: OnceLock::new() });
-        trace.turns_to(Some(if on_device { &trace.runs } else { "QUEUE" }));
+        trace.switch_activity(Some(if on_device { &trace.runs } else { "QUEUE" }));
         for request in requests {
             if let Request::AllGatherRows { outputs, .. } | Request::AllToAllRows { outputs, .. } = request {
                 *outputs = Arc::new(Allocates { trace: Arc::clone(&trace), outputs: Arc::clone(outputs) });
@@ -253,7 +253,7 @@ impl Traces {
     /// The operation is complete, or has failed.
     pub(super) fn end(&self) {
         for trace in &self.names {
-            trace.turns_to(None);
+            trace.switch_activity(None);
             let TracedName { name, dtype, shape, .. } = &trace.traced;
             let shape: Vec<String> = trace.rows.get().into_iter().chain(shape).map(u64::to_string).collect();
             let shape = format!("[{}]", shape.join(", "));
@@ -266,7 +266,7 @@ impl Traces {
 
 impl Trace {
     /// Ends the current activity and begins another one.
-    fn turns_to(&self, activity: Option<&str>) {
+    fn switch_activity(&self, activity: Option<&str>) {
         let was_active = self.is_active.swap(activity.is_some(), Ordering::Relaxed);
         with(&self.traced.name, |_, pid, ts| {
             let end = was_active.then(|| json!({"ph": "E", "ts": ts, "pid": pid}));
@@ -281,10 +281,10 @@ impl PhaseListener for Traces {
         let concerned = |trace: &&Arc<Trace>| trace.places.start < places.end && places.start < trace.places.end;
         for trace in self.names.iter().filter(concerned) {
             match phase {
-                BatchPhase::CopyIn => trace.turns_to(Some("MEMCPY_IN_FUSION_BUFFER")),
-                BatchPhase::Run => trace.turns_to(Some(&trace.runs)),
-                BatchPhase::CopyOut => trace.turns_to(Some("MEMCPY_OUT_FUSION_BUFFER")),
-                BatchPhase::Over => trace.turns_to(None),
+                BatchPhase::CopyIn => trace.switch_activity(Some("MEMCPY_IN_FUSION_BUFFER")),
+                BatchPhase::Run => trace.switch_activity(Some(&trace.runs)),
+                BatchPhase::CopyOut => trace.switch_activity(Some("MEMCPY_OUT_FUSION_BUFFER")),
+                BatchPhase::Over => trace.switch_activity(None),
             }
         }
     }
@@ -322,7 +322,7 @@ mod tests {
             shape: vec![2, 3],
         };
         negotiates(&traced, 0);
-        heard("allreduce.w", 1..3, &[0, 4, 5]);
+        note_ready("allreduce.w", 1..3, &[0, 4, 5]);
         let mut traces = Traces::new("SHM");
         traces.add(traced, 0..2, false, &mut []);
         read();

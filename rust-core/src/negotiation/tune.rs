@@ -18,7 +18,7 @@ pub(crate) const VOTE: &str = ".round";
 /// The suffix of the names of requests to end a round.
 pub(crate) const VOTE_END: &str = ".round.end";
 /// A step ends at this number of names, in case names never repeat.
-const MOST_NAMES: usize = 1 << 16;
+const MAX_NAMES_PER_STEP: usize = 1 << 16;
 /// The smallest size to try, as a power of 2. Sizes are evenly spaced up to the largest one, with four in each octave.
 const SMALLEST_POWER: f64 = 16.0;
 const LARGEST_POWER: f64 = 27.0;
@@ -99,7 +99,7 @@ impl Tuner {
         if name.ends_with(VOTE) || name.ends_with(VOTE_END) {
             return None;
         }
-        if self.names.contains(name) || self.names.len() >= MOST_NAMES {
+        if self.names.contains(name) || self.names.len() >= MAX_NAMES_PER_STEP {
             self.names.clear();
             self.steps += 1;
         }
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_stays() {
+    fn a_requested_fusion_size_is_not_changed() {
         let (tried, last) = tuned(&tuning(20, true), |_| 50);
         assert_eq!((tried, last.fusion_bytes), (vec![3 << 20], 3 << 20));
     }

@@ -13,10 +13,10 @@ use super::description::Description;
 use super::factors::{Factors, Scaled, scale};
 use super::machine::{Machine, NegotiationAction, Operand, SubmissionId};
 use super::message::{NegotiationLimits, NegotiationMessage};
-use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, told_of};
+use super::negotiator::{NegotiatorCommand, NegotiatorOptions, NegotiatorState, error_of_call};
 use super::neutral::Neutral;
 use super::post::Post;
-use super::stall::{Patience, STUCK_AFTER, Waits};
+use super::stall::{STUCK_AFTER, StallTimeouts, Waits};
 use super::supply::{DeviceHints, NeutralBuffers, NeutralMemory};
 use super::timeline::{self, TracedName, Traces};
 use super::tree::Tree;
@@ -25,12 +25,12 @@ use crate::buffer::TensorView;
 use crate::collectives::{Communicator, Done, Kind, PhaseListener, Request};
 use crate::error::{Code, Error, Limit, Result};
 use crate::metrics;
-use crate::transport::{Members, NAP, Transport};
+use crate::transport::{Members, POLL_INTERVAL, Transport};
 use crate::world::monitor;
 
-/// Consecutive calls are sent in one message, which is closed when this many polls have found no new call ..
-const QUIET_LOOKS: u32 = 4;
-/// .. or after this time.
+/// Consecutive calls are sent in one message, which is complete after this many polls without a new call ...
+const QUIET_POLLS: u32 = 4;
+/// ... or after this time.
 const LINGER: Duration = Duration::from_micros(400);
 /// How long to wait for answers that are in flight although their sender, or a member that forwards them, has departed.
 const GRACE: Duration = Duration::from_millis(200);
@@ -85,9 +85,9 @@ impl Work {
             shared.options;
         let tree = Tree::new(*me, ranks.len());
         let limits = NegotiationLimits { cache: cache_capacity, fusion_bytes };
-        let patience = Patience { warning: stall_warning, limit: stall_limit };
+        let stall_timeouts = StallTimeouts { warning: stall_warning, limit: stall_limit };
         let transport = communicator.transport().clone();
-        let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, patience);
+        let mut machine = Machine::new(tree.clone(), ranks.clone(), limits, stall_timeouts);
         let tuning = tuning.as_ref().filter(|_| tree.parent.is_none());
         tuning.into_iter().for_each(|tuning| machine.tune(Tuner::new(tuning, fusion_bytes)));
         let log = tuning.and_then(|tuning| tuning.log.as_deref()).map(tune::Log::create);
@@ -119,7 +119,7 @@ impl Work {
         shared.inbox.lock().ended = Some(error.clone());
         for (name, ticket) in self.machine.drain() {
             if let Some(open) = self.open.remove(&ticket) {
-                (open.done)(Err(told_of(error.clone(), &name)));
+                (open.done)(Err(error_of_call(error.clone(), &name)));
             }
         }
         // Operations that were answered but will not run any more.
@@ -127,7 +127,7 @@ impl Work {
             (open.done)(Err(error.clone()));
         }
         if let Some(done) = self.joining.take() {
-            done(Err(told_of(error.clone(), "join")));
+            done(Err(error_of_call(error.clone(), "join")));
         }
         self.flush_post();
         if error.code() == Code::Closed {
@@ -142,7 +142,7 @@ impl Work {
 
     /// Whether timeouts apply: this or another member waits.
     pub(super) fn watches(&self) -> bool {
-        self.machine.is_waiting() || self.machine.has_news() || self.departed.is_some() || self.waits_for_steps
+        self.machine.is_waiting() || self.machine.must_tick() || self.departed.is_some() || self.waits_for_steps
     }
 
     /// Processes pending calls and messages; returns whether there were any. `by_caller` says that this thread waits
@@ -156,7 +156,7 @@ impl Work {
             self.machine.log_ready(timeline::enabled());
             self.machine.receive(from, message, now, &mut self.actions)?;
             for (name, members) in self.machine.take_log() {
-                timeline::heard(&name, members, &shared.members.ranks);
+                timeline::note_ready(&name, members, &shared.members.ranks);
             }
         }
         self.post.retire()?;
@@ -164,7 +164,7 @@ impl Work {
             self.machine.flush(shared.now(), &mut self.actions);
         }
         self.perform(shared, by_caller)?;
-        if self.last_tick.elapsed() >= NAP {
+        if self.last_tick.elapsed() >= POLL_INTERVAL {
             self.tick(shared, by_caller)?;
         }
         Ok(busy)
@@ -185,7 +185,7 @@ impl Work {
             }
             any |= took;
             quiet = if took { 0 } else { quiet + 1 };
-            if !any || urgent || quiet >= QUIET_LOOKS || start.elapsed() >= LINGER {
+            if !any || urgent || quiet >= QUIET_POLLS || start.elapsed() >= LINGER {
                 return any;
             }
             std::thread::yield_now();
@@ -207,9 +207,9 @@ impl Work {
                     Err(error) => done(Err(error)),
                 }
             }
-            NegotiatorCommand::Join { signs, since: called, done } => {
-                let used = self.communicator.device_in_use(signs.used);
-                let device = DeviceHints { used, ..signs }.device();
+            NegotiatorCommand::Join { hints, since: called, done } => {
+                let used = self.communicator.device_in_use(hints.used);
+                let device = DeviceHints { used, ..hints }.device();
                 match self.machine.join(device.is_some(), since(called)) {
                     Ok(()) => (self.device, self.joining) = (device, Some(done)),
                     Err(error) => done(Err(error)),
@@ -237,13 +237,13 @@ impl Work {
                     }
                 }
                 NegotiationAction::EndSteps(end) => {
-                    if let Some(elsewhere) = &shared.elsewhere {
-                        elsewhere.end(end);
+                    if let Some(other) = &shared.other_waits {
+                        other.end(end);
                     }
                 }
                 NegotiationAction::Joined(last) => {
                     // Cleared on every member before its next call.
-                    shared.inbox.lock().given.clear();
+                    shared.inbox.lock().next_numbers.clear();
                     self.supply = None;
                     if let Some(done) = self.joining.take() {
                         done(Ok(Some(last)));
@@ -276,7 +276,7 @@ impl Work {
         }
         let mut after = OperationEnd::default();
         let on_device = parts.iter().any(|part| matches!(part, Operand::Neutral(group) if group.on_device));
-        // The other members run the operation only if they have been told of it.
+        // The other members run the operation only if they have received this decision.
         let prepared = self.prepare(parts, &mut after).and_then(|(requests, bytes)| {
             let is_small = by_caller && bytes <= INLINE_BYTES && !requests.iter().any(Description::is_on_device);
             Ok((requests, is_small && self.post.retire()?))
@@ -334,7 +334,7 @@ impl Work {
                     if let Some(traced) = open.traced {
                         let on_device = open.requests.iter().any(Description::is_on_device);
                         let places = requests.len()..requests.len() + open.requests.len();
-                        let traces = traces.get_or_insert_with(|| Traces::new(self.carrier(on_device)));
+                        let traces = traces.get_or_insert_with(|| Traces::new(self.transport_name(on_device)));
                         traces.add(traced, places, on_device, &mut open.requests);
                     }
                     for request in open.requests {
@@ -387,15 +387,15 @@ impl Work {
         }
         let supply = match self.supply.take() {
             Some(supply) => supply,
-            None => NeutralMemory::of(
-                self.device.ok_or_else(|| Error::Internal("a rank without a device was to contribute".into()))?,
-            )?,
+            None => NeutralMemory::of(self.device.ok_or_else(|| {
+                Error::Internal("a rank without a device cannot contribute to an operation on devices".into())
+            })?)?,
         };
         self.supply.insert(supply).allocate(neutral()).map(Some)
     }
 
     /// Names the transport of an operation, for the timeline.
-    fn carrier(&self, on_device: bool) -> &'static str {
+    fn transport_name(&self, on_device: bool) -> &'static str {
         match self.transport.name() {
             _ if on_device => "NCCL",
             "tcp" => "TCP",
@@ -410,10 +410,10 @@ impl Work {
         let waiting = self.machine.is_waiting();
         // A device may compute while the process is idle.
         let on_device = || self.open.values().any(|open| open.requests.iter().any(Description::is_on_device));
-        let elsewhere = shared.group.under_way().is_some_and(|time| time >= STUCK_AFTER);
-        let steps = shared.elsewhere.as_ref().map_or_else(Vec::new, |elsewhere| elsewhere.waits());
+        let elsewhere = shared.group.running_time().is_some_and(|time| time >= STUCK_AFTER);
+        let steps = shared.other_waits.as_ref().map_or_else(Vec::new, |other| other.waits());
         self.waits_for_steps = !steps.is_empty();
-        let at_rest = || shared.elsewhere.as_ref().is_some_and(|elsewhere| elsewhere.is_at_rest());
+        let at_rest = || shared.other_waits.as_ref().is_some_and(|other| other.is_at_rest());
         let computes_nothing = self.processor.is_idle() || (self.waits_for_steps && at_rest());
         let idle = computes_nothing && (waiting || elsewhere || self.waits_for_steps) && !on_device();
         let now = shared.now();
@@ -432,7 +432,7 @@ impl Work {
             Some((name, waited)) if waited >= shared.options.stall_limit + ROOT_GRACE => {
                 let missing = vec![shared.members.ranks[0]];
                 Err(Error::Timeout {
-                    during: format!("`{name}` (no word from the group's first rank)"),
+                    during: format!("`{name}` (no message from the group's first rank)"),
                     waited,
                     missing,
                     limit: Limit::Stall,
@@ -442,13 +442,13 @@ impl Work {
         }
     }
 
-    /// Gives the last messages a moment to be sent.
+    /// Waits a moment for the last messages to be sent.
     fn flush_post(&mut self) {
         let deadline = Instant::now() + FLUSH_LIMIT;
         while matches!(self.post.retire(), Ok(false)) && Instant::now() < deadline {
             let seen = self.transport.doorbell();
             self.transport.progress();
-            self.transport.doze(seen, Duration::from_millis(5));
+            self.transport.wait_doorbell(seen, Duration::from_millis(5));
         }
     }
 }
@@ -490,7 +490,7 @@ impl OperationEnd {
 impl Drop for OperationEnd {
     fn drop(&mut self) {
         if !self.calls.is_empty() {
-            self.tell(Err(Error::Internal("an operation by name was given up".into())));
+            self.tell(Err(Error::Internal("an operation by name was dropped".into())));
         }
     }
 }
@@ -529,14 +529,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_an_operation_that_is_given_up_is_told() {
-        let (sender, told) = std::sync::mpsc::channel();
+    fn callers_of_a_dropped_operation_get_an_error() {
+        let (sender, outcomes) = std::sync::mpsc::channel();
         let mut after = OperationEnd::default();
         for _ in 0..2 {
             let sender = sender.clone();
             after.calls.push(Box::new(move |result| sender.send(result.is_err()).expect("the test waits")));
         }
         drop((after, sender));
-        assert_eq!(told.iter().collect::<Vec<_>>(), [true, true]);
+        assert_eq!(outcomes.iter().collect::<Vec<_>>(), [true, true]);
     }
 }

@@ -104,7 +104,7 @@ impl<'a> Price<'a> {
 }
 
 impl StageCost {
-    /// The most bytes that a rank keeps which runs this partition, with the activations of `kept` microbatches.
+    /// Peak bytes on the rank that runs this partition, with the activations of `kept` microbatches.
     pub(super) fn peak_bytes(&self, kept: u64) -> u64 {
         self.parameter_bytes + self.state_bytes + self.activation_bytes * kept
     }
@@ -121,14 +121,14 @@ pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -
     }
     for value in tree.values() {
         let home = assignment[value.from];
-        let mut takers: Vec<u32> =
+        let mut consumers: Vec<u32> =
             value.to.iter().map(|&module| assignment[module]).filter(|&partition| partition != home).collect();
-        takers.sort_unstable();
-        takers.dedup();
-        if !takers.is_empty() {
-            takers.push(home);
+        consumers.sort_unstable();
+        consumers.dedup();
+        if !consumers.is_empty() {
+            consumers.push(home);
         }
-        for partition in takers {
+        for partition in consumers {
             stages[partition as usize].transfer += objective.link.time(value.bytes);
         }
     }

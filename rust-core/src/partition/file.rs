@@ -17,7 +17,7 @@ pub fn to_json(partitions: &BTreeMap<String, u32>) -> String {
 /// [`Error::Config`] if the text has another form, or contains a partition that does not exist.
 pub fn from_json(name: &str, text: &str, partitions: u32) -> Result<BTreeMap<String, u32>> {
     let found: BTreeMap<String, u32> = serde_json::from_str(text).map_err(|error| {
-        Error::Config(format!("`{name}` is no JSON object of modules and their partitions: {error}"))
+        Error::Config(format!("`{name}` is not a JSON object of modules and their partitions: {error}"))
     })?;
     if let Some((module, index)) = found.iter().find(|&(_, &index)| index >= partitions) {
         return Err(Error::Config(format!(

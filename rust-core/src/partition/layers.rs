@@ -32,21 +32,22 @@ pub struct PartitionRequest {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if there are no layers, or the parameters are invalid.
-pub fn divide_layers(
+pub fn partition_layers(
     operations: &Operations,
     layers: &[String],
-    wish: PartitionRequest,
+    request: PartitionRequest,
 ) -> Result<(Vec<Option<u32>>, String)> {
     let costs = ModuleCosts::of(operations, layers.len());
-    if costs.modules.iter().all(Option::is_none) && wish.partitions > 1 {
+    if costs.modules.iter().all(Option::is_none) && request.partitions > 1 {
         return Err(Error::InvalidArgument(
-            "no layer of the model has variables: there is nothing to divide".to_owned(),
+            "no layer of the model has variables: there is nothing to partition".to_owned(),
         ));
     }
     let tree = costs.tree(operations, layers)?;
-    let kept = kept_microbatches(wish.partitions, wish.microbatches, wish.active_microbatches, wish.schedule);
-    let objective = Objective::new(wish.memory_weight, kept, DEVICE.link)?;
-    let assignment = partition(&tree, wish.partitions, &objective)?.assignment;
+    let kept =
+        kept_microbatches(request.partitions, request.microbatches, request.active_microbatches, request.schedule);
+    let objective = Objective::new(request.memory_weight, kept, DEVICE.link)?;
+    let assignment = partition(&tree, request.partitions, &objective)?.assignment;
     let table = table(&tree, &assignment, &objective);
     Ok((costs.modules.iter().map(|module| module.map(|module| assignment[module])).collect(), table))
 }
@@ -98,24 +99,24 @@ impl ModuleCosts {
         let mut owners: Vec<Option<usize>> = vec![None; operations.all().len()];
         for (number, operation) in operations.all().iter().enumerate().filter(|(_, operation)| operation.inside) {
             let layer = operation.layer.and_then(|(layer, _)| self.modules[layer]);
-            let makers = operation.takes.iter().filter_map(|taken| owners[taken.operation]);
+            let producers = operation.inputs.iter().filter_map(|taken| owners[taken.operation]);
             let newest =
-                || makers.reduce(|best, each| if self.first_run[each] > self.first_run[best] { each } else { best });
+                || producers.reduce(|best, each| if self.first_run[each] > self.first_run[best] { each } else { best });
             let Some(module) = layer.or_else(newest) else { continue };
             owners[number] = Some(module);
             self.first_run[module].get_or_insert(number as u64);
             // The backward is estimated at twice the time of the forward.
             self.flops[module] += 3 * operation.flops;
-            for &taken in &operation.takes {
-                if let Some(maker) = owners[taken.operation].filter(|&maker| maker != module) {
-                    self.values.entry(taken).or_insert((maker, BTreeSet::new())).1.insert(module);
+            for &taken in &operation.inputs {
+                if let Some(producer) = owners[taken.operation].filter(|&producer| producer != module) {
+                    self.values.entry(taken).or_insert((producer, BTreeSet::new())).1.insert(module);
                 }
             }
-            for (index, made) in operation.makes.iter().enumerate() {
+            for (index, result) in operation.outputs.iter().enumerate() {
                 let output = Output { operation: number, index };
-                let mut takers = operations.takers(number).iter().map(|&taker| &operations.all()[taker]);
-                if takers.any(|taker| !taker.inside && taker.takes.contains(&output)) {
-                    self.kept[module] += made.bytes;
+                let mut consumers = operations.consumers(number).iter().map(|&consumer| &operations.all()[consumer]);
+                if consumers.any(|consumer| !consumer.inside && consumer.inputs.contains(&output)) {
+                    self.kept[module] += result.bytes;
                 }
             }
         }
@@ -148,7 +149,7 @@ impl ModuleCosts {
         let values = self.values.iter().map(|(output, (from, to))| Value {
             from: *from,
             to: to.iter().copied().collect(),
-            bytes: operations.all()[output.operation].makes[output.index].bytes,
+            bytes: operations.all()[output.operation].outputs[output.index].bytes,
         });
         let ties: Vec<Vec<usize>> = sharers.into_values().filter(|modules| modules.len() > 1).collect();
         CostTree::new(modules, values.collect(), Vec::new(), &ties)

@@ -9,9 +9,9 @@ use super::CostTree;
 use super::cost::StageCost;
 use crate::pipeline::LinkCost;
 
-/// The most positions. In a longer line, modules that lie deep in the tree are merged, the deepest first.
+/// Maximum number of positions. In a longer line, modules that lie deep in the tree are merged, the deepest first.
 const MAX_POSITIONS: usize = 1024;
-/// The most variants. Models with more ties keep the later ones at their first position.
+/// Maximum number of variants. Models with more ties keep the later ones at their first position.
 const MAX_VARIANTS: usize = 64;
 
 /// The modules at each position, and the transfers between a piece of the line and the rest.
@@ -26,7 +26,7 @@ pub(super) struct Line {
     /// Number of tasks of modules that the piece `start..end` contains only partly, at the same index.
     tasks: Vec<u64>,
     /// For each position but the first: how many modules a cut before it splits.
-    taken_apart: Vec<u64>,
+    num_split: Vec<u64>,
 }
 
 impl Line {
@@ -41,8 +41,8 @@ impl Line {
     }
 
     /// How many modules a cut before `position` splits.
-    pub(super) fn taken_apart(&self, position: usize) -> u64 {
-        self.taken_apart[position]
+    pub(super) fn num_split(&self, position: usize) -> u64 {
+        self.num_split[position]
     }
 
     /// Sums over a piece, without its transfer cost.
@@ -91,7 +91,7 @@ impl Line {
         }
         // From here on, a unit stands for the position that begins with it.
         units.dedup_by_key(|unit| position_of[unit]);
-        let taken_apart = (0..length)
+        let num_split = (0..length)
             .map(|position| {
                 let Some(before) = position.checked_sub(1) else { return 0 };
                 let (left, right) = (tree.above(units[before]), tree.above(units[position]));
@@ -101,7 +101,7 @@ impl Line {
             .collect();
         let transfers = transfers(tree, link, &positions, length);
         let tasks = tasks(tree, &positions, length);
-        Self { positions, sums, transfers, tasks, taken_apart }
+        Self { positions, sums, transfers, tasks, num_split }
     }
 }
 
@@ -160,28 +160,29 @@ pub(super) fn variants(tree: &CostTree, link: LinkCost) -> impl Iterator<Item = 
 fn transfers(tree: &CostTree, link: LinkCost, positions: &[Option<usize>], length: usize) -> Vec<u64> {
     let mut plane = Plane::new(length);
     let side = length + 1;
-    let place = |module: &usize| positions[tree.stands_at(*module)];
+    let place = |module: &usize| positions[tree.assigned_module(*module)];
     for value in tree.values() {
         let Some(home) = place(&value.from) else { continue };
         let time = link.time(value.bytes) as i64;
-        let mut takers: Vec<usize> = value.to.iter().filter_map(place).filter(|&taker| taker != home).collect();
-        takers.sort_unstable();
-        takers.dedup();
-        let (Some(&first), Some(&last)) = (takers.first(), takers.last()) else { continue };
+        let mut consumers: Vec<usize> =
+            value.to.iter().filter_map(place).filter(|&consumer| consumer != home).collect();
+        consumers.sort_unstable();
+        consumers.dedup();
+        let (Some(&first), Some(&last)) = (consumers.first(), consumers.last()) else { continue };
         // Pieces that contain the producer but not all consumers send the value.
         plane.add((0, home + 1), (home + 1, side), time);
         plane.add((0, home.min(first) + 1), (home.max(last) + 1, side), -time);
         // Pieces after the producer that contain a consumer, by their first consumer.
         let mut previous = home;
-        for &taker in takers.iter().filter(|&&taker| taker > home) {
-            plane.add((previous + 1, taker + 1), (taker + 1, side), time);
-            previous = taker;
+        for &consumer in consumers.iter().filter(|&&consumer| consumer > home) {
+            plane.add((previous + 1, consumer + 1), (consumer + 1, side), time);
+            previous = consumer;
         }
         // Pieces before the producer that contain a consumer, by their last consumer.
         let mut next = home;
-        for &taker in takers.iter().rev().filter(|&&taker| taker < home) {
-            plane.add((0, taker + 1), (taker + 1, next + 1), time);
-            next = taker;
+        for &consumer in consumers.iter().rev().filter(|&&consumer| consumer < home) {
+            plane.add((0, consumer + 1), (consumer + 1, next + 1), time);
+            next = consumer;
         }
     }
     plane.sums()
@@ -193,7 +194,7 @@ fn tasks(tree: &CostTree, positions: &[Option<usize>], length: usize) -> Vec<u64
     let side = length + 1;
     let extents = tree.extents(|module| positions[module]);
     for tasks in tree.tasks() {
-        let (Some(at), Some((first, last))) = (positions[tree.stands_at(tasks.at)], extents[tasks.module]) else {
+        let (Some(at), Some((first, last))) = (positions[tree.assigned_module(tasks.at)], extents[tasks.module]) else {
             continue;
         };
         plane.add((0, at + 1), (at + 1, side), tasks.time as i64);

@@ -13,10 +13,10 @@
 //!   compute the same one.
 //! - PART-2: partition numbers never decrease along the line. The only exceptions are modules that share a parameter:
 //!   they are together, at the position of one of them.
-//! - PART-3: the largest cost of a partition is at most [`NEAR`] times the least that any such cut has. Among these
-//!   cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest bytes
-//!   across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm, which
-//!   may return to an earlier partition: where its result is better than every cut, it is used instead.
+//! - PART-3: the largest cost of a partition is at most [`EQUAL_COST_FACTOR`] times the least that any such cut has.
+//!   Among these cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest
+//!   bytes across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm,
+//!   which may return to an earlier partition: where its result is better than every cut, it is used instead.
 //! - PART-4: no partition is empty unless there are fewer modules with costs than partitions.
 //! - PART-5: a module without costs of its own, such as a container, is in the partition of its first part. Modules
 //!   below it may be in others.
@@ -36,7 +36,7 @@ mod tree;
 pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
 pub use device_model::DeviceModel;
 pub use file::{from_json, to_json};
-pub use layers::{PartitionRequest, divide_layers};
+pub use layers::{PartitionRequest, partition_layers};
 pub use table::table;
 pub use tree::{CostTree, ModuleCost, Tasks, Value};
 
@@ -49,7 +49,7 @@ use crate::error::{Error, Result};
 /// Relative difference below which two costs are considered equal.
 const ROUNDING: f64 = 1e-9;
 /// Factor up to which a cost counts as equally good, because estimates are not more precise.
-const NEAR: f64 = 1.05;
+const EQUAL_COST_FACTOR: f64 = 1.05;
 
 /// The partition of each module of a tree, in the tree's order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     let each: Vec<f64> = variants().map(|line| least_of(&line)).collect();
     let least = each.iter().copied().fold(f64::INFINITY, f64::min);
     // The fraction of the modules' costs, without transfers, which may be larger.
-    let near = least + (NEAR - 1.0) * least.min(1.0 / partitions as f64);
+    let near = least + (EQUAL_COST_FACTOR - 1.0) * least.min(1.0 / partitions as f64);
     let bound = near.min(theirs.max(least));
     let best = variants()
         .zip(each)

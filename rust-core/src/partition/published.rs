@@ -59,10 +59,14 @@ impl Walk {
             _ => {
                 let pieces = self.pieces(row, partitions.len().min(row.len()));
                 let mut next = partitions.start;
-                for (piece, seats) in pieces.iter().zip(self.seats(&pieces, partitions.len())) {
+                for (piece, num_partitions) in pieces.iter().zip(self.partitions_for(&pieces, partitions.len())) {
                     // A piece without a partition stays with the module above.
-                    let own = if seats == 0 { partitions.start..partitions.start + 1 } else { next..next + seats };
-                    next += seats;
+                    let own = if num_partitions == 0 {
+                        partitions.start..partitions.start + 1
+                    } else {
+                        next..next + num_partitions
+                    };
+                    next += num_partitions;
                     self.row(piece, own);
                 }
             }
@@ -106,10 +110,10 @@ impl Walk {
     }
 
     /// D'Hondt's method: the next partition goes to the piece with the highest cost per partition.
-    fn seats(&self, pieces: &[&[usize]], seats: usize) -> Vec<u32> {
+    fn partitions_for(&self, pieces: &[&[usize]], num_partitions: usize) -> Vec<u32> {
         let costs: Vec<f64> = pieces.iter().map(|piece| piece.iter().map(|&child| self.costs[child]).sum()).collect();
         let mut given = vec![0; pieces.len()];
-        for _ in 0..seats {
+        for _ in 0..num_partitions {
             let quotient = |index: usize| costs[index] / f64::from(given[index] + 1);
             let next = (0..pieces.len()).max_by(|&a, &b| quotient(a).total_cmp(&quotient(b)).then(b.cmp(&a)));
             given[next.expect("there are pieces")] += 1;

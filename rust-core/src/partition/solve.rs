@@ -15,7 +15,7 @@ pub(super) struct Cuts {
     /// The first position of each piece; empty pieces at the end are left out.
     pub(super) starts: Vec<usize>,
     /// Number of split modules.
-    apart: u64,
+    num_split: u64,
     /// The largest cost of a piece.
     largest: f64,
     /// Transfer cost of all pieces, and the sum of the squares of their costs, which measures inequality.
@@ -26,7 +26,7 @@ impl Cuts {
     /// Whether this cut is better than another one; both have acceptable largest costs.
     pub(super) fn before(&self, other: &Self) -> bool {
         let equal = (self.largest - other.largest).abs() <= ROUNDING * self.largest.max(other.largest);
-        match self.apart.cmp(&other.apart) {
+        match self.num_split.cmp(&other.num_split) {
             Ordering::Equal if equal => self.rest < other.rest,
             Ordering::Equal => self.largest < other.largest,
             order => order.is_lt(),
@@ -98,7 +98,7 @@ impl<'a> CutSearch<'a> {
             }
             let bound = f64::midpoint(impossible, best.largest);
             match self.fewest_apart(bound) {
-                Some(found) if found.apart == best.apart => best = found,
+                Some(found) if found.num_split == best.num_split => best = found,
                 _ => impossible = bound,
             }
         }
@@ -119,7 +119,7 @@ impl<'a> CutSearch<'a> {
                 let (mut best, mut best_start) = (worst, 0);
                 for start in (count - 1..end).rev() {
                     let before = *side.at(count - 1, start);
-                    if before == worst || before.0 + self.line.taken_apart(start) > best.0 {
+                    if before == worst || before.0 + self.line.num_split(start) > best.0 {
                         continue;
                     }
                     let piece = self.line.piece(start, end);
@@ -132,7 +132,7 @@ impl<'a> CutSearch<'a> {
                         continue;
                     }
                     let sum = (
-                        before.0 + self.line.taken_apart(start),
+                        before.0 + self.line.num_split(start),
                         (before.1.0 + piece.transfer, before.1.1 + cost * cost),
                     );
                     if sum <= best {
@@ -143,8 +143,8 @@ impl<'a> CutSearch<'a> {
                 *from.at(count, end) = best_start;
             }
         }
-        let (apart, rest) = *side.at(pieces, length);
-        if apart == u64::MAX {
+        let (num_split, rest) = *side.at(pieces, length);
+        if num_split == u64::MAX {
             return None;
         }
         let mut starts = Vec::with_capacity(pieces);
@@ -156,6 +156,6 @@ impl<'a> CutSearch<'a> {
             end = start;
         }
         starts.reverse();
-        Some(Cuts { starts, apart, largest, rest })
+        Some(Cuts { starts, num_split, largest, rest })
     }
 }

@@ -97,14 +97,14 @@ fn encoder_decoder(encoders: usize, decoders: usize) -> CostTree {
     }
     let memory = tree.last.expect("the encoder ran").0;
     let decoder = tree.container(Some(root), "decoder");
-    let mut takers = Vec::new();
+    let mut consumers = Vec::new();
     for block in 0..decoders {
         let at = tree.container(Some(decoder), &format!("decoder.{block}"));
         tree.layer(at, &format!("decoder.{block}.attention"), 4 << 20, 4 * hidden, 900, hidden);
-        takers.push(tree.layer(at, &format!("decoder.{block}.cross"), 4 << 20, 4 * hidden, 1000, hidden));
+        consumers.push(tree.layer(at, &format!("decoder.{block}.cross"), 4 << 20, 4 * hidden, 1000, hidden));
         tree.layer(at, &format!("decoder.{block}.feed"), 8 << 20, 5 * hidden, 1800, hidden);
     }
-    tree.values.push(Value { from: memory, to: takers, bytes: hidden });
+    tree.values.push(Value { from: memory, to: consumers, bytes: hidden });
     let head = tree.layer(root, "head", 0, 16 * hidden, 2000, 0);
     tree.ties.push(vec![shared, head]);
     tree.tree()
@@ -256,7 +256,7 @@ fn models_are_balanced_and_no_worse_than_by_the_published_algorithm() {
                 if partitions <= 3 {
                     let best = by_trying_all(tree, partitions, &objective);
                     assert!(
-                        ours <= NEAR * 1.000_001 * best,
+                        ours <= EQUAL_COST_FACTOR * 1.000_001 * best,
                         "{name}, {partitions}, {weight}: {ours}, possible is {best}"
                     );
                 }
@@ -336,7 +336,7 @@ proptest! {
         let objective = objective(partitions, weight);
         let (found, ours) = divided("random", &tree, partitions, &objective);
         let best = by_trying_all(&tree, partitions, &objective);
-        prop_assert!(ours <= best * NEAR * (1.0 + 1e-6), "{} where {} is possible", ours, best);
+        prop_assert!(ours <= best * EQUAL_COST_FACTOR * (1.0 + 1e-6), "{} where {} is possible", ours, best);
         prop_assert_eq!(&found, &partition(&tree, partitions, &objective).unwrap().assignment);
     }
 }
@@ -388,7 +388,7 @@ fn blocks_stay_whole_where_that_is_about_as_good() {
 }
 
 #[test]
-fn what_a_module_costs_that_is_taken_apart_counts() {
+fn the_tasks_of_a_split_module_count() {
     let tree = |tasks: u64| {
         let mut tree = Builder::default();
         let root = tree.container(None, "");
@@ -462,25 +462,25 @@ fn files_are_read_back() {
     let error = from_json("p.json", &to_json(&partitions), 1).unwrap_err().to_string();
     assert_eq!(error, "`p.json` puts module `a.b` into partition 1, but there are 1");
     let error = from_json("p.json", "[1]", 1).unwrap_err().to_string();
-    assert!(error.starts_with("`p.json` is no JSON object of modules and their partitions: "), "{error}");
+    assert!(error.starts_with("`p.json` is not a JSON object of modules and their partitions: "), "{error}");
 }
 
 #[test]
-fn what_is_no_tree_is_refused() {
+fn invalid_trees_are_rejected() {
     let root = ModuleCost::default();
     let child = ModuleCost { path: "a".into(), parent: Some(1), ..ModuleCost::default() };
     let refused = |modules: Vec<ModuleCost>, values, ties: &[Vec<usize>]| {
         CostTree::new(modules, values, Vec::new(), ties).unwrap_err().to_string()
     };
     assert_eq!(refused(vec![], vec![], &[]), "a model has at least one module");
-    assert_eq!(refused(vec![root.clone(), child], vec![], &[]), "the module above `a` does not come before it");
+    assert_eq!(refused(vec![root.clone(), child], vec![], &[]), "the parent module of `a` does not precede it");
     let value = Value { from: 0, to: vec![7], bytes: 1 };
     assert_eq!(refused(vec![root.clone()], vec![value], &[]), "there is no module 7 among 1");
     assert_eq!(refused(vec![root.clone()], vec![], &[vec![0, 3]]), "there is no module 3 among 1");
     let child = ModuleCost { path: "a".into(), parent: Some(0), ..ModuleCost::default() };
     let tasks = vec![Tasks { module: 1, at: 0, time: 1 }];
     let error = CostTree::new(vec![root, child], vec![], tasks, &[]).unwrap_err().to_string();
-    assert_eq!(error, "tasks of `a` are where `` is, which is no part of it");
+    assert_eq!(error, "tasks of `a` are assigned to ``, which is not part of it");
     let error = Objective::new(1.5, vec![1], LINK).unwrap_err().to_string();
     assert_eq!(error, "`memory_weight` is between 0 and 1, not 1.5");
 }

@@ -69,8 +69,8 @@ impl CostTree {
     /// parameter.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module has
-    /// none, or a value, a task or a tie names a module that does not exist.
+    /// [`Error::InvalidArgument`] if there is no module, a parent does not come before its child, only the first module
+    /// has none, or a value, a task or a tie names a module that does not exist.
     pub fn new(modules: Vec<ModuleCost>, values: Vec<Value>, tasks: Vec<Tasks>, ties: &[Vec<usize>]) -> Result<Self> {
         let bad = |text: String| Err(Error::InvalidArgument(text));
         if modules.is_empty() {
@@ -78,10 +78,10 @@ impl CostTree {
         }
         for (index, module) in modules.iter().enumerate() {
             if module.parent.map_or(index != 0, |parent| parent >= index) {
-                return bad(format!("the module above `{}` does not come before it", module.path));
+                return bad(format!("the parent module of `{}` does not precede it", module.path));
             }
             if module.follows.is_some_and(|other| other >= modules.len() || modules[other].follows.is_some()) {
-                return bad(format!("`{}` follows a module that has no place of its own", module.path));
+                return bad(format!("`{}` follows a module that follows another one itself", module.path));
             }
         }
         let named = values.iter().flat_map(|value| value.to.iter().chain([&value.from]));
@@ -116,7 +116,7 @@ impl CostTree {
             tree.tasks.iter().find(|tasks| !tree.above(tasks.at).contains(&tasks.module))
         {
             let [module, at] = [module, at].map(|&index| &tree.modules[index].path);
-            return bad(format!("tasks of `{module}` are where `{at}` is, which is no part of it"));
+            return bad(format!("tasks of `{module}` are assigned to `{at}`, which is not part of it"));
         }
         Ok(tree)
     }
@@ -157,7 +157,7 @@ impl CostTree {
     }
 
     /// The module whose partition this one gets.
-    pub(super) fn stands_at(&self, module: usize) -> usize {
+    pub(super) fn assigned_module(&self, module: usize) -> usize {
         self.modules[module].follows.unwrap_or(module)
     }
 
@@ -166,7 +166,7 @@ impl CostTree {
     pub(super) fn extents<T: Ord + Copy>(&self, place: impl Fn(usize) -> Option<T>) -> Vec<Option<(T, T)>> {
         let mut extents: Vec<Option<(T, T)>> = vec![None; self.modules.len()];
         for index in (0..self.modules.len()).rev() {
-            let own = place(self.stands_at(index)).map(|place| (place, place));
+            let own = place(self.assigned_module(index)).map(|place| (place, place));
             extents[index] = joined(extents[index], own);
             if let Some(parent) = self.modules[index].parent {
                 extents[parent] = joined(extents[parent], extents[index]);
@@ -184,7 +184,8 @@ impl CostTree {
 
     /// Returns a partition for every module, given the partitions of the modules with a position (PART-5).
     pub(super) fn spread(&self, placed: impl Fn(usize) -> Option<u32>) -> Vec<u32> {
-        let mut found: Vec<Option<u32>> = (0..self.modules.len()).map(|index| placed(self.stands_at(index))).collect();
+        let mut found: Vec<Option<u32>> =
+            (0..self.modules.len()).map(|index| placed(self.assigned_module(index))).collect();
         // The first part of a container is the first one along the line, not the first one of the list.
         for module in self.line() {
             let partition = found[module];

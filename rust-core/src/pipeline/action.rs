@@ -120,7 +120,8 @@ impl FromStr for Action {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad = || Error::InvalidArgument(format!("`{text}` is no action of a pipeline, such as `2F0` or `2SF0>3`"));
+        let bad =
+            || Error::InvalidArgument(format!("`{text}` is not an action of a pipeline, such as `2F0` or `2SF0>3`"));
         let digits = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
         let (stage, rest) = text.split_at(digits);
         let &(kind, name) = ActionKind::ALL.iter().find(|(_, name)| rest.starts_with(name)).ok_or_else(bad)?;

@@ -108,19 +108,19 @@ impl Graph {
             for edge in &stage.inputs {
                 if edge.from >= index {
                     return Err(Error::InvalidArgument(format!(
-                        "stage {index} takes a value of stage {}, which does not come before it",
+                        "stage {index} has an input from stage {}, which does not precede it",
                         edge.from
                     )));
                 }
                 if stage.inputs.iter().filter(|other| other.from == edge.from).count() > 1 {
                     return Err(Error::InvalidArgument(format!(
-                        "stage {index} has two edges from stage {}: one carries all that it takes",
+                        "stage {index} has two edges from stage {}: one edge carries all of its inputs",
                         edge.from
                     )));
                 }
                 if stages[edge.from].backward && !stage.backward {
                     return Err(Error::InvalidArgument(format!(
-                        "stage {} has a backward, but stage {index}, which takes its value, has none",
+                        "stage {} has a backward, but stage {index}, which uses its value, has none",
                         edge.from
                     )));
                 }

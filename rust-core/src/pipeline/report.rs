@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::pipeline::{
     Action, ActionKind, Costs, Edge, Graph, LinkCost, Program, Stage, TaskSpan, Timeline, grid, simulate, svg,
 };
-use crate::trace::{SYNCHRONOUS, TAKES, TAKES_FROM};
+use crate::trace::{INPUT_STAGE, STAGE_INPUT, SYNCHRONOUS};
 
 /// Shows a step of a pipeline from a timeline that was written with `SMD_TIMELINE`, beside its simulation.
 #[derive(Debug, Parser)]
@@ -20,7 +20,7 @@ pub(crate) struct ReportArgs {
     /// The file that `SMD_TIMELINE` named
     trace: PathBuf,
 
-    /// Which step, from 0 on; by default the last one that trains
+    /// Number of the step, from 0; default: the last training step
     #[arg(long, value_name = "N")]
     step: Option<usize>,
 
@@ -28,7 +28,7 @@ pub(crate) struct ReportArgs {
     #[arg(long, value_name = "N", default_value = "100", value_parser = clap::value_parser!(u16).range(1..))]
     width: u16,
 
-    /// Writes both as an SVG picture as well
+    /// Also writes both as an SVG picture
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -83,7 +83,7 @@ impl StageRecord {
     }
 }
 
-/// What `smdrun report` prints.
+/// The output of `smdrun report`.
 pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     let text_of_trace = std::fs::read_to_string(&args.trace)
         .map_err(|error| Error::io(format!("reading `{}`", args.trace.display()), error))?;
@@ -116,7 +116,7 @@ pub(crate) fn show(args: &ReportArgs) -> Result<String> {
         text += &grid(timeline, args.width.into());
     }
     if let Some(calls) = calls_that_left(&text_of_trace) {
-        text += &format!("{calls} calls of all steps left the pipeline, and all ranks waited for each\n");
+        text += &format!("{calls} calls of all steps were synchronous: all ranks waited for each\n");
     }
     if let Some(path) = &args.svg {
         let both = [("measured, in nanoseconds", &measured), ("simulated from mean times, in nanoseconds", &simulated)];
@@ -126,7 +126,7 @@ pub(crate) fn show(args: &ReportArgs) -> Result<String> {
     Ok(text)
 }
 
-/// A text with the number of calls that left the pipeline, if there were any. Every rank of a pipeline has an event
+/// A text with the number of synchronous calls, if there were any. Every rank of a pipeline has an event
 /// for each.
 fn calls_that_left(text: &str) -> Option<usize> {
     let mut ranks: HashMap<usize, usize> = HashMap::new();
@@ -142,7 +142,7 @@ fn calls_that_left(text: &str) -> Option<usize> {
 /// The steps of each rank. A new step begins where a rank repeats a task.
 fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
     let mut stages: HashMap<(usize, u64), u64> = HashMap::new();
-    let mut said: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
+    let mut records: BTreeMap<usize, Vec<(u64, StageRecord)>> = BTreeMap::new();
     for line in text.lines() {
         // The file of a killed rank may end with an invalid line; the first line is `[`.
         let Ok(line) = serde_json::from_str::<TraceLine>(line.trim().trim_end_matches(',')) else { continue };
@@ -155,8 +155,8 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         }
         let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
         let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
-        if let (TAKES, Some(from)) = (line.name.as_str(), number(TAKES_FROM)) {
-            said.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
+        if let (STAGE_INPUT, Some(from)) = (line.name.as_str(), number(INPUT_STAGE)) {
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
         }
         let kind = match line.name.as_str() {
             "forward" => ActionKind::Forward,
@@ -167,18 +167,18 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         };
         if let ("X", Some(microbatch)) = (line.ph.as_str(), number("microbatch")) {
             let task = RecordedTask { kind, stage: 0, microbatch, start, end };
-            said.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
         }
     }
     let mut ranks = BTreeMap::new();
-    for (rank, mut list) in said {
+    for (rank, mut list) in records {
         // An event with the inputs of a forward follows it and has the same start.
-        list.sort_by_key(|(_, said)| said.start());
+        list.sort_by_key(|(_, records)| records.start());
         let mut steps = vec![RecordedStep::default()];
         let mut seen = HashSet::new();
-        for (track, said) in list {
+        for (track, records) in list {
             let Some(&stage) = stages.get(&(rank, track)) else { continue };
-            match said {
+            match records {
                 StageRecord::Ran(task) => {
                     if !seen.insert((task.kind, stage, task.microbatch)) {
                         steps.push(RecordedStep::default());
@@ -279,14 +279,14 @@ fn simulated(ranks: &[&RecordedStep]) -> Result<Timeline> {
         };
         let Some(rank) = ranks.iter().position(|step| step.tasks.iter().any(|task| task.stage as usize == stage))
         else {
-            return Err(Error::InvalidArgument(format!("nobody ran stage {stage} in this step")));
+            return Err(Error::InvalidArgument(format!("no rank ran stage {stage} in this step")));
         };
         let back = of(&[ActionKind::Backward, ActionKind::Input]);
         // A stage without a backward passes no gradient on, so a stage with a backward cannot depend on it through
         // this edge.
         let hands_on = |from: &usize| *from < stage && (back.is_some() || !stages[*from].backward);
-        let takes = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
-        let inputs = takes.map(|from| Edge { from, bytes: 0 }).collect();
+        let inputs = edges.iter().filter(|edge| edge.1 == stage as u64).map(|edge| edge.0 as usize).filter(hands_on);
+        let inputs = inputs.map(|from| Edge { from, bytes: 0 }).collect();
         stages.push(Stage {
             rank,
             costs: Costs {
@@ -373,10 +373,7 @@ mod tests {
             }
         }
         let shown = shown(&text, "left", &["--width", "9"]).unwrap();
-        assert!(
-            shown.ends_with("\n2 calls of all steps left the pipeline, and all ranks waited for each\n"),
-            "{shown}"
-        );
+        assert!(shown.ends_with("\n2 calls of all steps were synchronous: all ranks waited for each\n"), "{shown}");
     }
 
     /// A replica with fewer batches, or one of whose ranks died, does not limit the steps of the others.
@@ -433,13 +430,14 @@ mod tests {
                 };
                 line(rank, &span("forward", 10, "\"microbatch\":0"));
                 if rank > 0 {
-                    line(rank, &span(TAKES, 0, &format!("\"{TAKES_FROM}\":0")));
+                    line(rank, &span(STAGE_INPUT, 0, &format!("\"{INPUT_STAGE}\":0")));
                 }
             }
         }
         let beside = shown(&text, "beside", &["--width", "2"]).unwrap();
         assert!(beside.ends_with("simulated from mean times: 0.020 ms, bubble 50.0 %\n0 0.\n1 .0\n2 .0\n"), "{beside}");
-        let chain: String = text.lines().filter(|line| !line.contains(TAKES)).map(|line| format!("{line}\n")).collect();
+        let chain: String =
+            text.lines().filter(|line| !line.contains(STAGE_INPUT)).map(|line| format!("{line}\n")).collect();
         let chain = shown(&chain, "unsaid", &["--width", "3"]).unwrap();
         assert!(chain.contains("simulated from mean times: 0.030 ms"), "{chain}");
     }

@@ -203,7 +203,7 @@ impl<'a> SimulatedRanks<'a> {
             };
             let known = self.graph.stage(to).inputs.iter().any(|edge| edge.from == from);
             if !known || self.graph.stage(peer as usize).rank == rank {
-                return wrong("nothing goes from one to the other by a message");
+                return wrong("no message passes between these stages");
             }
         }
         Ok(())
@@ -388,7 +388,7 @@ impl<'a> SimulatedRanks<'a> {
             .iter()
             .map(|&rank| format!("rank {rank} at `{}`", self.program.rank(rank)[self.places[rank]]))
             .collect();
-        Err(Error::InvalidArgument(format!("the program waits for itself: {}", waits.join(", "))))
+        Err(Error::InvalidArgument(format!("the program deadlocks: {}", waits.join(", "))))
     }
 
     fn finish(self) -> Result<Timeline> {

@@ -39,11 +39,11 @@ pub struct Task {
     /// The level (LAY-1).
     pub level: usize,
     /// Numbers of its inputs.
-    pub takes: Vec<usize>,
+    pub inputs: Vec<usize>,
     /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (LAY-5).
     pub follows: Vec<usize>,
     /// The values that it computes.
-    pub makes: Vec<ProducedTensor>,
+    pub outputs: Vec<ProducedTensor>,
     /// Its costs.
     pub costs: Costs,
     /// Bytes that it saves for its backward, in addition to its inputs and outputs.
@@ -60,9 +60,9 @@ pub struct Section {
     /// Numbers of the tasks, in order.
     pub tasks: Vec<usize>,
     /// Inputs from other stages, by producer; none for a stage that must only come before (LAY-5).
-    pub takes: BTreeMap<usize, Vec<usize>>,
+    pub inputs: BTreeMap<usize, Vec<usize>>,
     /// Outputs to other stages, by consumer; none for a stage that must only come after.
-    pub gives: BTreeMap<usize, Vec<usize>>,
+    pub outputs: BTreeMap<usize, Vec<usize>>,
     /// Values that are needed after its forward: first its outputs and the backward roots, in order; then values that
     /// are only returned to the caller.
     pub exports: Vec<usize>,
@@ -81,7 +81,7 @@ pub struct StageGraph {
     stages: Vec<Section>,
     values: Vec<ProducedTensor>,
     /// For each value, its producer's stage.
-    makers: Vec<usize>,
+    producers: Vec<usize>,
     /// For each value, its producer's task.
     sources: Vec<usize>,
     /// For each value, whether it gets a gradient (LAY-4).
@@ -104,7 +104,7 @@ impl StageGraph {
     /// # Errors
     /// [`Error::InvalidArgument`] if no task computes it.
     pub fn stage_of(&self, value: usize) -> Result<usize> {
-        self.makers.get(value).copied().ok_or_else(|| unknown(value, self.values.len()))
+        self.producers.get(value).copied().ok_or_else(|| unknown(value, self.values.len()))
     }
 
     /// Adds tasks after the existing ones; `early` ones run while later tasks are still being recorded. Returns their
@@ -117,22 +117,22 @@ impl StageGraph {
         let (first_task, first_value, first_stage) = (self.tasks.len(), self.values.len(), self.stages.len());
         let mut groups: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
         // The producer of each new value.
-        let mut made_by = Vec::new();
+        let mut produced_by = Vec::new();
         for (number, task) in (first_task..).zip(&tasks) {
-            for &value in &task.takes {
-                let Some(&maker) = made_by.get(value.wrapping_sub(first_value)) else {
+            for &value in &task.inputs {
+                let Some(&producer) = produced_by.get(value.wrapping_sub(first_value)) else {
                     if value < first_value {
                         continue;
                     }
                     return Err(Error::InvalidArgument(format!(
-                        "task {number} takes value {value}, which no task before it makes"
+                        "task {number} has input {value}, which no earlier task produces"
                     )));
                 };
-                let maker: &Task = &tasks[maker - first_task];
-                if task.level < maker.level + usize::from(maker.rank != task.rank) {
+                let producer: &Task = &tasks[producer - first_task];
+                if task.level < producer.level + usize::from(producer.rank != task.rank) {
                     return Err(Error::InvalidArgument(format!(
-                        "task {number} on rank {} has level {}, and takes a value of level {} on rank {}",
-                        task.rank, task.level, maker.level, maker.rank
+                        "task {number} on rank {} has level {}, and has an input of level {} on rank {}",
+                        task.rank, task.level, producer.level, producer.rank
                     )));
                 }
             }
@@ -146,30 +146,30 @@ impl StageGraph {
                     )));
                 }
             }
-            made_by.extend(task.makes.iter().map(|_| number));
+            produced_by.extend(task.outputs.iter().map(|_| number));
             groups.entry((task.level, task.rank)).or_default().push(number);
         }
         self.tasks.extend(tasks);
         let sections =
             groups.into_iter().map(|((_, rank), tasks)| Section { rank, tasks, early, ..Section::default() });
-        let sections = self.merged(sections.collect(), first_value, &made_by);
+        let sections = self.merged(sections.collect(), first_value, &produced_by);
         self.stages.extend(sections);
         let mut stage_of_task = vec![0; self.tasks.len() - first_task];
         for (number, stage) in self.stages.iter().enumerate().skip(first_stage) {
             stage.tasks.iter().for_each(|task| stage_of_task[task - first_task] = number);
         }
         for ((number, task), stage) in self.tasks.iter().enumerate().skip(first_task).zip(&stage_of_task) {
-            self.values.extend(&task.makes);
-            self.makers.extend(task.makes.iter().map(|_| stage));
-            self.sources.extend(task.makes.iter().map(|_| number));
+            self.values.extend(&task.outputs);
+            self.producers.extend(task.outputs.iter().map(|_| stage));
+            self.sources.extend(task.outputs.iter().map(|_| number));
         }
         for number in first_stage..self.stages.len() {
             let inputs = self.inputs(&self.stages[number]);
             for value in inputs {
-                let maker = self.makers[value];
-                if maker != number {
-                    self.stages[number].takes.entry(maker).or_default().push(value);
-                    self.stages[maker].gives.entry(number).or_default().push(value);
+                let producer = self.producers[value];
+                if producer != number {
+                    self.stages[number].inputs.entry(producer).or_default().push(value);
+                    self.stages[producer].outputs.entry(number).or_default().push(value);
                 }
             }
             for earlier in self.followed(&self.stages[number]) {
@@ -178,8 +178,8 @@ impl StageGraph {
                     None => continue,
                 };
                 if before != number {
-                    self.stages[number].takes.entry(before).or_default();
-                    self.stages[before].gives.entry(number).or_default();
+                    self.stages[number].inputs.entry(before).or_default();
+                    self.stages[before].outputs.entry(number).or_default();
                 }
             }
         }
@@ -190,13 +190,13 @@ impl StageGraph {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the task does not exist.
-    pub fn adopt(&mut self, task: usize, makes: Vec<ProducedTensor>) -> Result<usize> {
+    pub fn adopt(&mut self, task: usize, outputs: Vec<ProducedTensor>) -> Result<usize> {
         let stage = self.stages.iter().position(|stage| stage.tasks.binary_search(&task).is_ok());
         let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
-        self.values.extend(&makes);
-        self.makers.extend(makes.iter().map(|_| stage));
-        self.sources.extend(makes.iter().map(|_| task));
-        self.tasks[task].makes.extend(makes);
+        self.values.extend(&outputs);
+        self.producers.extend(outputs.iter().map(|_| stage));
+        self.sources.extend(outputs.iter().map(|_| task));
+        self.tasks[task].outputs.extend(outputs);
         Ok(stage)
     }
 
@@ -212,7 +212,7 @@ impl StageGraph {
         }
         self.reached = self.reached_from(seeds);
         for stage in &mut self.stages {
-            let needed: BTreeSet<usize> = stage.gives.values().flatten().chain(&stage.seeds).copied().collect();
+            let needed: BTreeSet<usize> = stage.outputs.values().flatten().chain(&stage.seeds).copied().collect();
             stage.exports = needed.into_iter().collect();
         }
         for &value in BTreeSet::from_iter(returned) {
@@ -224,18 +224,18 @@ impl StageGraph {
         }
         for number in (0..self.stages.len()).rev() {
             let stage = &self.stages[number];
-            let reached = stage.gives.keys().any(|&taker| !self.gradients(number, taker).is_empty());
+            let reached = stage.outputs.keys().any(|&consumer| !self.gradients(number, consumer).is_empty());
             self.stages[number].trains = reached || !self.stages[number].seeds.is_empty();
         }
         Ok(())
     }
 
-    /// Values from stage `maker` to stage `taker` that get gradients.
-    pub fn gradients(&self, maker: usize, taker: usize) -> Vec<usize> {
-        if !self.stages[taker].trains {
+    /// Values from stage `producer` to stage `consumer` that get gradients.
+    pub fn gradients(&self, producer: usize, consumer: usize) -> Vec<usize> {
+        if !self.stages[consumer].trains {
             return Vec::new();
         }
-        let values = self.stages[maker].gives.get(&taker).into_iter().flatten();
+        let values = self.stages[producer].outputs.get(&consumer).into_iter().flatten();
         values.copied().filter(|&value| self.reached.get(value).copied().unwrap_or(false)).collect()
     }
 
@@ -245,7 +245,7 @@ impl StageGraph {
         let mut open: Vec<usize> = seeds.to_vec();
         while let Some(value) = open.pop() {
             if self.values[value].wants_gradient && !std::mem::replace(&mut reached[value], true) {
-                open.extend(&self.tasks[self.sources[value]].takes);
+                open.extend(&self.tasks[self.sources[value]].inputs);
             }
         }
         reached
@@ -260,7 +260,7 @@ impl StageGraph {
         for section in &self.stages {
             let size = |values: &[usize]| values.iter().map(|&value| self.values[value].bytes).sum();
             let inputs: Vec<Edge> =
-                section.takes.iter().map(|(&from, values)| Edge { from, bytes: size(values) }).collect();
+                section.inputs.iter().map(|(&from, values)| Edge { from, bytes: size(values) }).collect();
             // In a schedule, a stage after one with a backward has a backward, too, which may be empty.
             let backward = section.trains || inputs.iter().any(|edge| stages[edge.from].backward);
             let mut costs = Costs { forward: 0, input: 0, weight: 0 };
@@ -275,7 +275,7 @@ impl StageGraph {
                     activation_bytes += task.kept_bytes;
                     waiting_bytes += task.waiting_bytes;
                 }
-                values.extend(&task.takes);
+                values.extend(&task.inputs);
             }
             // A value is kept once, however many users it has: tasks that use it, or a send that is not complete.
             values.extend(&section.exports);
@@ -287,7 +287,7 @@ impl StageGraph {
 
     /// Inputs of a stage's tasks, each once, in order.
     fn inputs(&self, stage: &Section) -> BTreeSet<usize> {
-        stage.tasks.iter().flat_map(|&task| &self.tasks[task].takes).copied().collect()
+        stage.tasks.iter().flat_map(|&task| &self.tasks[task].inputs).copied().collect()
     }
 
     /// Tasks that a stage's tasks must follow (LAY-5), each once, in order.
@@ -297,22 +297,24 @@ impl StageGraph {
 
     /// Merges stages (LAY-2) before they are numbered. `made_by` are the producers of the values from `first_value`
     /// on.
-    fn merged(&self, mut sections: Vec<Section>, first_value: usize, made_by: &[usize]) -> Vec<Section> {
+    fn merged(&self, mut sections: Vec<Section>, first_value: usize, produced_by: &[usize]) -> Vec<Section> {
         let mut home = BTreeMap::new();
         for (place, section) in sections.iter().enumerate() {
             home.extend(section.tasks.iter().map(|&task| (task, place)));
         }
-        let mut takers = vec![BTreeSet::new(); sections.len()];
+        let mut consumers = vec![BTreeSet::new(); sections.len()];
         for (place, section) in sections.iter().enumerate() {
             let made_here = self.inputs(section).into_iter().filter(|&value| value >= first_value);
-            for maker in made_here.map(|value| home[&made_by[value - first_value]]).filter(|&maker| maker != place) {
-                takers[maker].insert(place);
+            for producer in
+                made_here.map(|value| home[&produced_by[value - first_value]]).filter(|&producer| producer != place)
+            {
+                consumers[producer].insert(place);
             }
             for earlier in self.followed(section) {
                 if let Some(&before) = home.get(&earlier)
                     && before != place
                 {
-                    takers[before].insert(place);
+                    consumers[before].insert(place);
                 }
             }
         }
@@ -320,7 +322,7 @@ impl StageGraph {
         // stage is merged.
         let mut into: Vec<usize> = (0..sections.len()).collect();
         for place in (0..sections.len()).rev() {
-            let goals: BTreeSet<usize> = takers[place].iter().map(|&taker| into[taker]).collect();
+            let goals: BTreeSet<usize> = consumers[place].iter().map(|&consumer| into[consumer]).collect();
             if let (Some(&goal), 1) = (goals.first(), goals.len())
                 && sections[goal].rank == sections[place].rank
             {
@@ -347,14 +349,14 @@ mod tests {
     use crate::pipeline::schedule::{Bounds, Schedule, plan};
 
     /// A task that makes `count` values of 8 bytes, all of which want gradients.
-    fn task(rank: usize, level: usize, takes: &[usize], count: usize) -> Task {
-        let makes = vec![ProducedTensor { bytes: 8, wants_gradient: true }; count];
+    fn task(rank: usize, level: usize, inputs: &[usize], count: usize) -> Task {
+        let outputs = vec![ProducedTensor { bytes: 8, wants_gradient: true }; count];
         Task {
             rank,
             level,
-            takes: takes.to_vec(),
+            inputs: inputs.to_vec(),
             follows: Vec::new(),
-            makes,
+            outputs,
             costs: Costs { forward: 10, input: 20, weight: 5 },
             kept_bytes: 100,
             waiting_bytes: 30,
@@ -379,8 +381,8 @@ mod tests {
         assert_eq!(tasks_of(&layout), [(0, vec![0, 1]), (1, vec![2]), (0, vec![3])]);
         let [first, second, third] = layout.stages() else { panic!("three stages") };
         assert_eq!((&first.exports, &second.exports, &third.exports), (&vec![1], &vec![2], &vec![3]));
-        assert_eq!(second.takes, [(0, vec![1])].into());
-        assert_eq!(second.gives, [(2, vec![2])].into());
+        assert_eq!(second.inputs, [(0, vec![1])].into());
+        assert_eq!(second.outputs, [(2, vec![2])].into());
         assert_eq!(third.seeds, [3]);
         assert!(layout.stages().iter().all(|stage| stage.trains && !stage.early));
         assert_eq!(layout.stage_of(1).unwrap(), 0);
@@ -402,7 +404,8 @@ mod tests {
         assert!(layout.gradients(0, 3).is_empty());
     }
 
-    /// Rank 0 reads state in its first stage, and changes it in the second, so the first is not moved behind the second.
+    /// Rank 0 reads state in its first stage, and changes it in the second, so the first is not moved behind the
+    /// second.
     #[test]
     fn a_stage_stays_before_one_that_must_follow_it() {
         let mut tasks = vec![
@@ -416,8 +419,8 @@ mod tests {
         tasks[2].follows = vec![0];
         let layout = laid_out(tasks.clone(), &[4], &[]);
         assert_eq!(tasks_of(&layout), [(0, vec![0]), (1, vec![1]), (0, vec![2]), (1, vec![3]), (0, vec![4])]);
-        assert_eq!(layout.stages()[2].takes, [(0, vec![]), (1, vec![1])].into());
-        assert_eq!(layout.stages()[0].gives, [(2, vec![]), (4, vec![0])].into());
+        assert_eq!(layout.stages()[2].inputs, [(0, vec![]), (1, vec![1])].into());
+        assert_eq!(layout.stages()[0].outputs, [(2, vec![]), (4, vec![0])].into());
         for schedule in Schedule::ALL {
             let graph = layout.graph(2, 3, LinkCost::default()).unwrap();
             let program = plan(&graph, schedule, Bounds::default()).unwrap();
@@ -439,14 +442,14 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_early_is_known_later() {
+    fn later_stages_use_results_of_early_stages() {
         let mut layout = StageGraph::new();
         assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
         assert_eq!(layout.adopt(1, vec![ProducedTensor { bytes: 4, wants_gradient: true }]).unwrap(), 1);
         assert_eq!(layout.extend(vec![task(0, 3, &[0, 1], 1)], false).unwrap(), 2..3);
         layout.finish(&[2], &[]).unwrap();
         assert!(layout.stages()[1].early && !layout.stages()[2].early);
-        assert_eq!(layout.stages()[2].takes, [(0, vec![0]), (1, vec![1])].into());
+        assert_eq!(layout.stages()[2].inputs, [(0, vec![0]), (1, vec![1])].into());
         assert_eq!(layout.adopt(7, Vec::new()).unwrap_err().to_string(), "there is no task 7");
     }
 
@@ -464,10 +467,10 @@ mod tests {
     #[test]
     fn tasks_that_cannot_be_ordered_are_refused() {
         let refused = |tasks| StageGraph::new().extend(tasks, false).unwrap_err().to_string();
-        assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 takes value 0, which no task before it makes");
+        assert_eq!(refused(vec![task(0, 0, &[0], 1)]), "task 0 has input 0, which no earlier task produces");
         assert_eq!(
             refused(vec![task(0, 1, &[], 1), task(1, 1, &[0], 1)]),
-            "task 1 on rank 1 has level 1, and takes a value of level 1 on rank 0"
+            "task 1 on rank 1 has level 1, and has an input of level 1 on rank 0"
         );
     }
 
@@ -480,20 +483,20 @@ mod tests {
                 let cut = cut.index(rows.len());
                 let (mut tasks, mut levels): (Vec<Task>, Vec<(usize, usize)>) = Default::default();
                 let mut base = 0;
-                for (number, (rank, takes, count, wants_gradient)) in rows.into_iter().enumerate() {
+                for (number, (rank, inputs, count, wants_gradient)) in rows.into_iter().enumerate() {
                     if number == cut {
                         base = levels.iter().map(|(_, level)| level + 1).max().unwrap_or(0);
                     }
-                    let takes: Vec<usize> = if levels.is_empty() {
+                    let inputs: Vec<usize> = if levels.is_empty() {
                         Vec::new()
                     } else {
-                        takes.iter().map(|take| take.index(levels.len())).collect()
+                        inputs.iter().map(|take| take.index(levels.len())).collect()
                     };
                     let behind = |&value: &usize| levels[value].1 + usize::from(levels[value].0 != rank);
-                    let level = takes.iter().map(behind).max().unwrap_or(0).max(base);
+                    let level = inputs.iter().map(behind).max().unwrap_or(0).max(base);
                     levels.extend((0..count).map(|_| (rank, level)));
-                    let mut task = task(rank, level, &takes, count);
-                    task.makes.iter_mut().for_each(|made| made.wants_gradient = wants_gradient);
+                    let mut task = task(rank, level, &inputs, count);
+                    task.outputs.iter_mut().for_each(|made| made.wants_gradient = wants_gradient);
                     tasks.push(task);
                 }
                 let seeds = seeds.iter().map(|seed| seed.index(levels.len())).collect();
@@ -518,12 +521,12 @@ mod tests {
                 prop_assert!(stage.tasks.is_sorted());
                 prop_assert!(stage.tasks.iter().all(|&task| tasks[task].rank == stage.rank));
                 // Every input of a task is computed earlier in its stage, or arrives from an earlier stage.
-                for value in stage.tasks.iter().flat_map(|&task| &tasks[task].takes) {
-                    let maker = layout.stage_of(*value).unwrap();
-                    let arrives = stage.takes.get(&maker).is_some_and(|values| values.contains(value));
-                    prop_assert_eq!(arrives, maker != number);
-                    prop_assert!(maker <= number);
-                    prop_assert!(maker == number || layout.stages()[maker].exports.contains(value));
+                for value in stage.tasks.iter().flat_map(|&task| &tasks[task].inputs) {
+                    let producer = layout.stage_of(*value).unwrap();
+                    let arrives = stage.inputs.get(&producer).is_some_and(|values| values.contains(value));
+                    prop_assert_eq!(arrives, producer != number);
+                    prop_assert!(producer <= number);
+                    prop_assert!(producer == number || layout.stages()[producer].exports.contains(value));
                 }
             }
             for schedule in Schedule::ALL {

@@ -56,7 +56,8 @@ fn split_backwards_leave_a_third_of_the_bubble() {
     }
 }
 
-/// ZB-H2 (Qi et al. 2023, section 2.3): a bubble of (p - 1)(F + I - 2W) where H1 has (p - 1)(F + I - W), at twice the memory.
+/// ZB-H2 (Qi et al. 2023, section 2.3): a bubble of (p - 1)(F + I - 2W) where H1 has (p - 1)(F + I - W), at twice the
+/// memory.
 #[test]
 fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
     let costs = Costs { forward: 10, input: 14, weight: 6 };
@@ -200,14 +201,11 @@ fn wrong_programs_are_refused() {
         complaint(1, swap("1RF0<0", "1RF1<0")),
         "rank 1 has `1RF1<0`, but rank 0's next message to it is `0SF0>1`"
     );
-    assert_eq!(
-        complaint(0, swap("0F0", "0RB0<1")),
-        "the program waits for itself: rank 0 at `0RB0<1`, rank 1 at `1RF0<0`"
-    );
+    assert_eq!(complaint(0, swap("0F0", "0RB0<1")), "the program deadlocks: rank 0 at `0RB0<1`, rank 1 at `1RF0<0`");
     assert_eq!(complaint(0, insert("1F0")), "rank 0 has `1F0`: the stage is on rank 1");
     assert_eq!(complaint(0, insert("0F2")), "rank 0 has `0F2`: there are 2 microbatches");
     assert_eq!(complaint(0, insert("2F0")), "rank 0 has `2F0`: there are 2 stages");
-    assert_eq!(complaint(0, insert("0RF0<1")), "rank 0 has `0RF0<1`: nothing goes from one to the other by a message");
+    assert_eq!(complaint(0, insert("0RF0<1")), "rank 0 has `0RF0<1`: no message passes between these stages");
     assert_eq!(complaint(0, insert("0F0")), "rank 0 has `0F0` twice");
 }
 
@@ -224,14 +222,14 @@ fn graphs_that_make_no_sense_are_refused() {
     let refused = |stages: Vec<Stage>| Graph::new(2, 1, stages, LinkCost::default()).unwrap_err().to_string();
     assert_eq!(refused(vec![]), "a pipeline needs ranks, microbatches and stages, not 2, 1 and 0");
     assert_eq!(refused(vec![stage(2, &[], true)]), "stage 0 is on rank 2 of 2");
-    assert_eq!(refused(vec![stage(0, &[0], true)]), "stage 0 takes a value of stage 0, which does not come before it");
+    assert_eq!(refused(vec![stage(0, &[0], true)]), "stage 0 has an input from stage 0, which does not precede it");
     assert_eq!(
         refused(vec![stage(0, &[], true), stage(1, &[0, 0], true)]),
-        "stage 1 has two edges from stage 0: one carries all that it takes"
+        "stage 1 has two edges from stage 0: one edge carries all of its inputs"
     );
     assert_eq!(
         refused(vec![stage(0, &[], true), stage(1, &[0], false)]),
-        "stage 0 has a backward, but stage 1, which takes its value, has none"
+        "stage 0 has a backward, but stage 1, which uses its value, has none"
     );
 }
 
@@ -248,11 +246,11 @@ fn any_graph() -> impl Strategy<Value = Graph> {
     (1_usize..6, 1_usize..9, prop::collection::vec(stage, 1..12), 0_u64..3, 0_u64..3).prop_map(
         |(ranks, microbatches, drawn, latency, bytes_per_tick)| {
             let mut stages: Vec<Stage> = Vec::new();
-            for (index, (rank, takes, trains, (forward, input, weight), (kept, waiting))) in
+            for (index, (rank, inputs, trains, (forward, input, weight), (kept, waiting))) in
                 drawn.into_iter().enumerate()
             {
                 let inputs: Vec<Edge> =
-                    (0..index).filter(|&from| takes[from]).map(|from| Edge { from, bytes: from as u64 }).collect();
+                    (0..index).filter(|&from| inputs[from]).map(|from| Edge { from, bytes: from as u64 }).collect();
                 let backward = trains || inputs.iter().any(|edge| stages[edge.from].backward);
                 let costs = Costs { forward, input, weight };
                 stages.push(Stage {

@@ -10,8 +10,8 @@
 //! - ARR-2: every gradient is answered exactly once, reduced or with an error.
 //! - ARR-3: events go into one queue. Whichever thread adds an event handles the queue in order, unless another thread
 //!   is doing so. No thread waits for the lock, so an event may be added from within a handler.
-//! - ARR-4: a step that cannot go on is abandoned (RED-4). Its slots stay taken until no operation uses them any more,
-//!   and its later gradients get the error that ended it.
+//! - ARR-4: a step that cannot continue is abandoned (RED-4). Its slots stay in use until no operation needs them any
+//!   more, and its later gradients get the error that ended it.
 //! - ARR-5: gradients on a CUDA device are reduced in place, small ones through memory that their owner allocates. They
 //!   are answered when the device has finished their bucket, also in an abandoned step.
 //! - ARR-6: after a while, an incomplete step is reported ([`ArrivalDriver::waits`]), since ranks whose steps differ
@@ -77,7 +77,7 @@ pub struct ReadyGradient {
 
 /// Drives the steps of one reducer by the arrival of gradients.
 pub struct ArrivalDriver {
-    /// What the gradients belong to, for messages; the same text on all ranks.
+    /// The owner of the gradients, for messages; the same text on all ranks.
     what: String,
     reducer: OnceLock<Arc<Reducer>>,
     /// Time of the last event.
@@ -439,9 +439,9 @@ impl ArrivalState {
             if result.is_ok() {
                 owners.iter().for_each(|owner| owner.release());
             }
-            let told =
+            let completed =
                 of_bucket.into_iter().map(|answer| OwnerReply { result: result.clone().and(answer.result), ..answer });
-            answers.extend(told);
+            answers.extend(completed);
             return self.rest(arrivals, answers);
         }
         self.phase = StepPhase::Finishing { owners, answers: of_bucket };
@@ -491,7 +491,7 @@ impl ArrivalState {
         });
         self.phase = StepPhase::Abandoned { _leases: leases, in_flight, settled: false };
         if let Some(reducer) = &self.reducer {
-            reducer.abandon("its step ended before all gradients were there", false);
+            reducer.abandon("its step ended before all gradients had arrived", false);
         }
     }
 }
@@ -511,15 +511,15 @@ impl OpenStep {
         let planned = &self.plan.buckets()[bucket];
         let wire = reducer.wire_dtype(planned.dtype);
         let mut pieces = Vec::new();
-        let mut apart = Vec::new();
+        let mut in_place = Vec::new();
         let mut last = None;
         for slot in &planned.slots {
             let Some(arrival) = &self.pending[slot.param] else { continue };
             if arrival.data.elems() == 0 {
                 continue;
             }
-            if slot.apart {
-                apart.push(arrival.data);
+            if slot.in_place {
+                in_place.push(arrival.data);
             } else {
                 let offset = (slot.offset_bytes - planned.offset_bytes) / planned.dtype.size();
                 pieces.push(PackedPiece { tensor: arrival.data.ptr() as u64, offset, elems: arrival.data.elems() });
@@ -533,15 +533,16 @@ impl OpenStep {
             return Ok(());
         };
         let Device::Cuda(device) = last.data.device() else {
-            return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
+            return Err(Error::Internal("a bucket in CPU memory was passed to a reduction on a device".to_owned()));
         };
         let stream = last.data.stream();
-        let together = match &pieces[..] {
+        let packed = match &pieces[..] {
             [] => None,
             _ => {
                 let elems = planned.elems();
                 let memory = last.owner.allocate(last.position, elems * wire.size())?;
-                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has completed.
+                // SAFETY: the owner allocates as many bytes, until the gradient is answered: when the bucket has
+                // completed.
                 let flat = unsafe { TensorView::new(memory, elems, wire, Device::Cuda(device), stream) }?;
                 Some(PackedGradients { pieces, dtype: planned.dtype, flat })
             }
@@ -551,9 +552,9 @@ impl OpenStep {
             own.put(ArrivalEvent::Completed(bucket, outcome));
             own.handle();
         };
-        // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so does
-        // that memory.
-        unsafe { reducer.launch_held(HeldBucket { together, apart, stream }, device, Box::new(completed)) }?;
+        // SAFETY: gradients stay until they are answered (contract of `arrive`), which is after this (ARR-5), and so
+        // does that memory.
+        unsafe { reducer.launch_held(HeldBucket { packed, in_place, stream }, device, Box::new(completed)) }?;
         self.in_flight.push(bucket);
         Ok(())
     }

@@ -14,7 +14,7 @@
 //!   round by name.
 //! - VOTE-3: a member that has a reducer holds its gradients until the result is known. If they go by name, it must
 //!   submit them even if its caller does something else: other members may wait for them before they call that. So
-//!   the process is told of each such result ([`wait_for_declined`]).
+//!   the process counts each such result ([`wait_for_declined`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,9 +49,9 @@ pub enum VoteResult {
     /// The round is reduced by name.
     ByName,
     /// The round is reduced by name, and all ranks create reducers ([`Ballot::token`]).
-    Make,
+    CreateReducers,
     /// The round is reduced by name, and ranks that have a reducer drop it, because others have none.
-    Forget,
+    DropReducers,
 }
 
 /// This rank's vote, and the result once it is known.
@@ -111,8 +111,9 @@ impl Ballot {
         }
         let result = |votes: &Result<Vec<u64>>| votes.as_ref().map_or(VoteResult::ByName, |votes| result_of(votes));
         let name = Name::Given(format!("{name}{VOTE}"));
-        let (told, known) = (move |votes: &_| decided(result(votes)), move |votes: &_| known(result(votes)));
-        Numbers::submit(negotiator, name, votes, ReduceOp::Sum, told, known).map(Self)
+        let (before_known, after_known) =
+            (move |votes: &_| decided(result(votes)), move |votes: &_| known(result(votes)));
+        Numbers::submit(negotiator, name, votes, ReduceOp::Sum, before_known, after_known).map(Self)
     }
 
     /// Waits for the result.
@@ -142,7 +143,7 @@ impl Vote {
     /// # Errors
     /// Those of [`Negotiator::request`].
     pub(super) fn request_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
-        let told = |result: &Result<Vec<u64>>| {
+        let check = |result: &Result<Vec<u64>>| {
             if let Err(error) = result
                 && !error.is_orderly_departure()
             {
@@ -151,7 +152,7 @@ impl Vote {
         };
         // The request of the previous round may still be in flight.
         let name = Name::Shared(format!("{}{}", self.name, VOTE_END));
-        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, told, |_| ()) {
+        match Numbers::submit(&self.negotiator, name, vec![0], ReduceOp::Sum, check, |_| ()) {
             // The departure has already ended the negotiation.
             Err(error) if error.is_orderly_departure() => Ok(()),
             submitted => submitted.map(drop),
@@ -186,7 +187,7 @@ impl Reducer {
         };
         Ballot::cast(negotiator, group, name, what, Readiness::Ready, decided, known).inspect_err(|_| {
             self.cancel(round);
-            self.abandon("never told: there is no vote", false);
+            self.abandon("not reported: there is no vote", false);
         })
     }
 }
@@ -208,8 +209,8 @@ fn result_of(votes: &[u64]) -> VoteResult {
     match () {
         () if !same || any(Readiness::ByName) || any(Readiness::Creating) => VoteResult::ByName,
         () if all(Readiness::Ready) => VoteResult::Planned,
-        () if all(Readiness::NoReducer) => VoteResult::Make,
-        () => VoteResult::Forget,
+        () if all(Readiness::NoReducer) => VoteResult::CreateReducers,
+        () => VoteResult::DropReducers,
     }
 }
 
@@ -262,8 +263,8 @@ mod tests {
         }
         if when == Departs::Known {
             let other = Name::Given("other".to_owned());
-            let asked = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
-            asked.and_then(|asked| asked.wait("the test")).expect_err("nobody answers");
+            let submitted = Numbers::submit(&negotiator, other, vec![0], ReduceOp::Sum, |_| (), |_| ());
+            submitted.and_then(|handle| handle.wait("the test")).expect_err("no member answers");
         }
         let vote = Vote { negotiator, name: "round".to_owned() };
         let (sender, receiver) = channel();
@@ -275,7 +276,7 @@ mod tests {
         match receiver.recv_timeout(LIMIT) {
             Ok(error) => Some(error),
             Err(RecvTimeoutError::Disconnected) => None,
-            Err(RecvTimeoutError::Timeout) => panic!("the end is never told"),
+            Err(RecvTimeoutError::Timeout) => panic!("the end is not reported"),
         }
     }
 
@@ -291,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_of_gradients_that_it_holds_and_that_go_by_name() {
+    fn declined_rounds_with_held_gradients_are_counted() {
         let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
         let start = |me: usize| {
             let monitor = Arc::new(Monitor::new(me));
@@ -311,7 +312,7 @@ mod tests {
                 let (reducer, negotiator, group) = start(1);
                 let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
                 assert_eq!(planned.result().unwrap(), VoteResult::Planned);
-                reducer.abandon("never told: the other one does so, too", false);
+                reducer.abandon("not reported: the other member abandons it, too", false);
                 may_vote.recv().unwrap();
                 let none = |_| ();
                 let by_name = Ballot::cast(&negotiator, &group, "round", "p", Readiness::ByName, none, none).unwrap();
@@ -321,14 +322,14 @@ mod tests {
             let seen = wait_for_declined(u64::MAX, LIMIT);
             let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
             assert_eq!(planned.result().unwrap(), VoteResult::Planned);
-            reducer.abandon("never told: the other one does so, too", false);
+            reducer.abandon("not reported: the other member abandons it, too", false);
             let ballot = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
             assert_eq!(wait_for_declined(seen, Duration::from_millis(50)), seen, "one is planned, one is open");
             vote.send(()).unwrap();
             // Nobody asks for the result.
             assert_eq!(wait_for_declined(seen, LIMIT), seen + 1);
             assert!(ballot.is_decided(), "VOTE-3");
-            reducer.abandon("never told: there is no round", false);
+            reducer.abandon("not reported: there is no round", false);
         });
     }
 
@@ -339,8 +340,8 @@ mod tests {
             result_of(&votes.iter().map(|(what, readiness)| number(what, *readiness)).chain([7]).collect::<Vec<_>>())
         };
         assert_eq!(of(&[("a", Ready), ("a", Ready)]), VoteResult::Planned);
-        assert_eq!(of(&[("a", NoReducer), ("a", NoReducer)]), VoteResult::Make);
-        assert_eq!(of(&[("a", Ready), ("a", NoReducer), ("a", Ready)]), VoteResult::Forget);
+        assert_eq!(of(&[("a", NoReducer), ("a", NoReducer)]), VoteResult::CreateReducers);
+        assert_eq!(of(&[("a", Ready), ("a", NoReducer), ("a", Ready)]), VoteResult::DropReducers);
         assert_eq!(of(&[("a", Ready), ("a", ByName)]), VoteResult::ByName);
         assert_eq!(of(&[("a", Ready), ("b", Ready)]), VoteResult::ByName);
         assert_eq!(of(&[("a", Ready), ("a", Creating)]), VoteResult::ByName);

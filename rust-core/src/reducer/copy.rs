@@ -70,7 +70,7 @@ pub fn wire_dtype(dtype: DType, wire: DType) -> DType {
 /// # Safety
 /// Every source is readable and every destination writable for its elements, aligned to them; no destination overlaps
 /// a source.
-pub unsafe fn carry_out(moves: impl Iterator<Item = Move>) {
+pub unsafe fn copy_all(moves: impl Iterator<Item = Move>) {
     for Move { from, from_dtype, to, to_dtype, elems } in moves {
         if from_dtype == to_dtype {
             // SAFETY: the caller's promise.
@@ -136,7 +136,7 @@ mod tests {
                 elems: 9,
             };
             // SAFETY: arrays of nine elements.
-            unsafe { carry_out([there].into_iter()) };
+            unsafe { copy_all([there].into_iter()) };
             let and_back = Move {
                 from: narrow.as_ptr().cast(),
                 from_dtype: wire,
@@ -145,7 +145,7 @@ mod tests {
                 elems: 9,
             };
             // SAFETY: as above.
-            unsafe { carry_out([and_back].into_iter()) };
+            unsafe { copy_all([and_back].into_iter()) };
             for (value, back) in values.into_iter().zip(back) {
                 let expected = match wire {
                     DType::Float16 => f16::from_f32(value).to_f32(),

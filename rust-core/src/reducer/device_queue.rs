@@ -42,7 +42,7 @@ pub struct DeviceBucket<'a> {
     /// Memory of a narrower type with as many elements, in which the slots are reduced.
     pub wire: Option<TensorView>,
     /// Gradients that are reduced in place (PLAN-6), in plan order.
-    pub apart: &'a [TensorView],
+    pub in_place: &'a [TensorView],
     /// The stream that computed the gradients.
     pub stream: usize,
 }
@@ -51,9 +51,9 @@ pub struct DeviceBucket<'a> {
 #[derive(Debug)]
 pub(super) struct HeldBucket {
     /// Gradients that are packed for the reduction.
-    pub(super) together: Option<PackedGradients>,
+    pub(super) packed: Option<PackedGradients>,
     /// Gradients that are reduced in place.
-    pub(super) apart: Vec<TensorView>,
+    pub(super) in_place: Vec<TensorView>,
     /// The stream that computed all of them.
     pub(super) stream: usize,
 }
@@ -100,7 +100,7 @@ enum PackDirection {
     Unpack,
 }
 
-/// A bucket's reduction, and who is told that it is queued. The bucket is packed already.
+/// A bucket's reduction, and the callback for when it is queued. The bucket is packed already.
 pub(super) struct DeviceJob {
     bucket: QueuedBucket,
     launched: Launched,
@@ -126,7 +126,7 @@ struct QueuedBucket {
     /// The reductions.
     targets: Vec<TensorView>,
     unpack: Option<PackedGradients>,
-    /// What runs on the device at the same time.
+    /// Whether other work runs on the device at the same time.
     overlap: Overlap,
     /// Called when the device is done, if the caller waits for that.
     held: bool,
@@ -179,8 +179,8 @@ impl DeviceQueue {
         self.shared.stream.context()
     }
 
-    /// Packs a bucket in its stream. The job is its reduction. With `keeps_values`, the slots have the gradients' values
-    /// also if the job is dropped: gradients that travel in a narrower type are not only packed in that type.
+    /// Packs a bucket in its stream. The job is its reduction. With `keeps_values`, the slots have the gradients'
+    /// values also if the job is dropped: gradients that travel in a narrower type are not only packed in that type.
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Unsupported`] if this is captured in a CUDA graph while a vote is open.
@@ -202,7 +202,7 @@ impl DeviceQueue {
         let capturing = stream.is_capturing()?;
         if capturing && keeps_values {
             return Err(Error::Unsupported(
-                "a round of gradients whose vote is open was to be captured in a CUDA graph".to_owned(),
+                "a round of gradients cannot be captured in a CUDA graph while its vote is open".to_owned(),
             ));
         }
         let packed = bucket.wire.or(bucket.flat);
@@ -222,9 +222,9 @@ impl DeviceQueue {
                 pack(bucket.pieces, packed)?;
             }
         }
-        let targets: Vec<TensorView> = packed.into_iter().chain(bucket.apart.iter().copied()).collect();
+        let targets: Vec<TensorView> = packed.into_iter().chain(bucket.in_place.iter().copied()).collect();
         if targets.iter().any(|target| target.device() != Device::Cuda(context.device())) {
-            return Err(Error::Internal("gradients of several devices were to be reduced together".into()));
+            return Err(Error::Internal("gradients on several devices cannot be reduced together".into()));
         }
         let unpack = bucket.flat.zip(bucket.wire).map(|(flat, wire)| PackedGradients {
             pieces: vec![whole(&flat)],
@@ -241,7 +241,7 @@ impl DeviceQueue {
         self.shared.queue(self.shared.state.lock(), job.bucket, job.launched)
     }
 
-    /// Passes a job to the queue's thread, or returns it for [`DeviceQueue::carry_out`] on this thread. The last job of
+    /// Passes a job to the queue's thread, or returns it for [`DeviceQueue::run_job`] on this thread. The last job of
     /// a step is returned if the queue's thread is idle: the caller has nothing else to do then, and the device nothing
     /// to compute.
     pub(super) fn queue_or_return(&self, job: DeviceJob) -> Result<Option<DeviceJob>> {
@@ -254,8 +254,8 @@ impl DeviceQueue {
     }
 
     /// Queues the reduction of a job that [`DeviceQueue::queue_or_return`] has returned.
-    pub(super) fn carry_out(&self, job: DeviceJob) {
-        self.shared.carry_out(job.bucket, job.launched);
+    pub(super) fn run_job(&self, job: DeviceJob) {
+        self.shared.run_job(job.bucket, job.launched);
     }
 
     /// Drops a job without running it or its callback.
@@ -270,12 +270,12 @@ impl DeviceQueue {
     /// earlier owners of the memory, was queued into the bucket's stream.
     pub(super) unsafe fn launch_held(&self, bucket: HeldBucket, completed: Launched) -> Result<()> {
         let shared = &self.shared;
-        let HeldBucket { together, apart, stream } = bucket;
+        let HeldBucket { packed, in_place, stream } = bucket;
         // SAFETY: the caller's promise.
         let stream = unsafe { Stream::borrowed(self.context(), stream) };
-        let targets = together.iter().map(|together| together.flat).chain(apart).collect();
+        let targets = packed.iter().map(|packed| packed.flat).chain(in_place).collect();
         let (ready, overlap) = (shared.mark(&stream)?, Overlap::Computation);
-        let job = QueuedBucket { ready, pack: together.clone(), targets, unpack: together, overlap, held: true };
+        let job = QueuedBucket { ready, pack: packed.clone(), targets, unpack: packed, overlap, held: true };
         shared.queue(shared.state.lock(), job, completed)
     }
 
@@ -368,14 +368,14 @@ impl DeviceQueueState {
             let Some((job, launched)) = state.queue.pop_front() else { return };
             state.busy = true;
             drop(state);
-            self.carry_out(job, launched);
+            self.run_job(job, launched);
             state = self.state.lock();
         }
     }
 
     /// Queues a reduction for a caller that has marked this queue busy, and clears the mark, also after a panic:
     /// otherwise `settle` would wait forever.
-    fn carry_out(&self, job: QueuedBucket, launched: Launched) {
+    fn run_job(&self, job: QueuedBucket, launched: Launched) {
         let held = job.held;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.reduce(job)));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::from_panic(&*panic)));
@@ -418,8 +418,8 @@ impl DeviceQueueState {
         self.stream.wait(&ready)?;
         // The stream waits for the record up to now; later records of the event do not affect it.
         self.events.lock().push(ready);
-        if let Some(together) = pack {
-            self.carry(PackDirection::Pack, &together)?;
+        if let Some(packed) = pack {
+            self.copy_packed(PackDirection::Pack, &packed)?;
         }
         if self.communicator.members().size() > 1 {
             let reduce = |target: TensorView| {
@@ -429,15 +429,19 @@ impl DeviceQueueState {
             let requests: Vec<Request> = targets.into_iter().map(reduce).collect();
             self.communicator.run_on_device(&requests, None, overlap)?;
         }
-        if let Some(together) = unpack {
-            self.carry(PackDirection::Unpack, &together)?;
+        if let Some(packed) = unpack {
+            self.copy_packed(PackDirection::Unpack, &packed)?;
         }
         self.done.record(&self.stream)?;
         self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 
-    fn carry(&self, direction: PackDirection, PackedGradients { pieces, dtype, flat }: &PackedGradients) -> Result<()> {
+    fn copy_packed(
+        &self,
+        direction: PackDirection,
+        PackedGradients { pieces, dtype, flat }: &PackedGradients,
+    ) -> Result<()> {
         let (from, to) = if direction == PackDirection::Pack { (*dtype, flat.dtype()) } else { (flat.dtype(), *dtype) };
         let packer = self.packer(direction, from, to)?;
         // SAFETY: the promise of `launch` and `launch_held`; pieces lie inside the flat memory.

@@ -1,15 +1,15 @@
 //! Predicts which allocation of a backward becomes which gradient, so that the gradient is written into its slot.
 //!
-//! A gradient that is allocated in its slot need not be copied there. A framework's allocator knows only the size of a tensor;
-//! but a model's backward allocates in the same order in every step. So the prediction for the n-th allocation of a size is
-//! the parameter whose gradient that allocation became in the step before.
+//! A gradient that is allocated in its slot need not be copied there. A framework's allocator knows only the size of a
+//! tensor; but a model's backward allocates in the same order in every step. So the prediction for the n-th allocation
+//! of a size is the parameter whose gradient that allocation became in the step before.
 //!
 //! This type touches no memory. A wrong prediction costs one copy.
 
 use std::collections::HashMap;
 
 /// Wrong predictions for a parameter after which no more are made: its backward has no stable order.
-const PATIENCE: u8 = 4;
+const MAX_WRONG_PREDICTIONS: u8 = 4;
 
 /// The predictions for the parameters of one reducer.
 #[derive(Debug, Default)]
@@ -46,8 +46,9 @@ impl GradientPlacement {
         }
     }
 
-    /// Predicts what the next allocation of `bytes` bytes becomes. `place` gets the predicted parameter, if there is one, and
-    /// returns the address of a free slot. If no slot results, [`GradientPlacement::placed_elsewhere`] must follow.
+    /// Predicts what the next allocation of `bytes` bytes becomes. `place` gets the predicted parameter, if there is
+    /// one, and returns the address of a free slot. If no slot results, [`GradientPlacement::placed_elsewhere`] must
+    /// follow.
     pub fn request<T>(&mut self, bytes: usize, place: impl FnOnce(usize) -> Option<(usize, T)>) -> Option<T> {
         let class = self.classes.get_mut(&bytes)?;
         let placed = class.expected.get(&class.addresses.len()).and_then(|&param| place(param));
@@ -66,14 +67,14 @@ impl GradientPlacement {
     /// Records that the gradient of `param`, of `bytes` bytes, lies at `address` and not in its slot.
     pub fn observe(&mut self, param: usize, bytes: usize, address: usize) {
         let Some(class) = self.classes.get_mut(&bytes) else { return };
-        if self.wrong[param] >= PATIENCE {
+        if self.wrong[param] >= MAX_WRONG_PREDICTIONS {
             return;
         }
         self.wrong[param] += 1;
         class.expected.retain(|_, expected| *expected != param);
         // An address may be used for several tensors, one after the other: the last one is the gradient.
         if let Some(request) = class.addresses.iter().rposition(|&placed| placed == address)
-            && self.wrong[param] < PATIENCE
+            && self.wrong[param] < MAX_WRONG_PREDICTIONS
         {
             class.expected.insert(request, param);
         }
@@ -127,7 +128,7 @@ mod tests {
     #[test]
     fn an_order_that_never_settles_is_given_up() {
         let mut placement = GradientPlacement::new([BYTES; 2].into_iter());
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_WRONG_PREDICTIONS {
             backward(&mut placement, &[Some(0), Some(1)]);
             backward(&mut placement, &[Some(1), Some(0)]);
         }

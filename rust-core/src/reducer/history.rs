@@ -1,4 +1,4 @@
-//! What the first backward of a static graph shows about all later ones, which repeat it.
+//! The gradients of the first backward of a static graph, which all later ones repeat.
 //!
 //! A gradient may arrive in several parts: re-entrant checkpointing runs a backward for every checkpoint, and each of
 //! them accumulates into the parameters that it uses. Only the last part completes the gradient. The first backward

@@ -15,7 +15,7 @@
 //!   backward. So the order needs no messages, and a failed bucket ends the step after the same number of operations on
 //!   every rank.
 //! - RED-3: a slot belongs to at most one tensor at a time ([`Arena`]). A slot that a tensor of the caller refers to is
-//!   never overwritten: the gradient takes the parameter's other slot. If that one is taken, too, or a bucket's
+//!   never overwritten: the gradient takes the parameter's other slot. If that one is in use, too, or a bucket's
 //!   gradients are in different sets of slots, the bucket is reduced in the spare range.
 //! - RED-4: a step ends in one of two ways on every rank: all buckets are reduced, or an error names the rank that
 //!   could not continue. Either way the next step is independent of it.
@@ -107,7 +107,7 @@ pub enum BucketReduction {
     /// Averaged or summed after wider floating-point elements are rounded to this type. The sum follows COL-1 and is
     /// rounded once more.
     Compressed(DType),
-    /// Reduced by the caller, for whom [`Reducer::mark_ready`] returns full buckets and who reports them with
+    /// Reduced by the caller: [`Reducer::mark_ready`] returns full buckets to it, and it reports the reduced ones with
     /// [`Reducer::reduced_by_caller`].
     ByCaller,
 }
@@ -154,8 +154,8 @@ impl ReducerOptions {
     pub const DEFAULT_DEVICE_BUCKET_BYTES: usize = 100 << 20;
     /// 1 MiB: the first reduction starts early.
     pub const DEFAULT_FIRST_BUCKET_BYTES: usize = 1 << 20;
-    /// The smallest gradient that [`ReducerOptions::sets_apart`].
-    const APART_BYTES: usize = 1 << 20;
+    /// The smallest gradient that is reduced in place ([`ReducerOptions::reduces_in_place`]).
+    const IN_PLACE_BYTES: usize = 1 << 20;
 
     fn check(&self) -> Result<()> {
         if self.bucket_bytes.is_empty() || self.bucket_bytes.contains(&0) || self.accumulation_steps == 0 {
@@ -187,8 +187,8 @@ impl ReducerOptions {
 
     /// Whether the gradient of `param` is reduced in place, outside of its bucket's memory. This is so for large
     /// gradients on a device, where a copy costs more than another entry in the reduction.
-    pub fn sets_apart(&self, param: &ParamSpec) -> bool {
-        self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::APART_BYTES
+    pub fn reduces_in_place(&self, param: &ParamSpec) -> bool {
+        self.on_device && self.reduction == BucketReduction::Average && param.bytes() >= Self::IN_PLACE_BYTES
     }
 
     /// The largest size, in bytes, of the bucket after `full` others.

@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 /// Number of wrong predictions for a gradient after which no more are made. The first observation counts as one.
-const PATIENCE: u8 = 4;
+const MAX_WRONG_PREDICTIONS: u8 = 4;
 /// Number of allocations of one size that are remembered, with their operations.
 const MEMORY: usize = 1024;
 
@@ -47,8 +47,8 @@ impl OpPlacement {
         }
     }
 
-    /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not get
-    /// that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
+    /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not
+    /// get that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
     pub fn request(&self, bytes: usize, op: usize) -> Option<Gradient> {
         self.classes.get(&bytes)?.makes.get(&op).copied()
     }
@@ -72,8 +72,8 @@ impl OpPlacement {
         }
         // A new trace of the function has new operations; the entries of the old ones stay.
         let wrong = self.wrong.entry(gradient).or_default();
-        *wrong = wrong.saturating_add(1).min(PATIENCE);
-        if *wrong < PATIENCE
+        *wrong = wrong.saturating_add(1).min(MAX_WRONG_PREDICTIONS);
+        if *wrong < MAX_WRONG_PREDICTIONS
             && let Some(op) = op
         {
             class.makes.insert(op, gradient);
@@ -84,11 +84,11 @@ impl OpPlacement {
     /// in place, or because another operation computed it. Returns whether predictions for it continue.
     pub fn reject(&mut self, gradient: Gradient, bytes: usize) -> bool {
         let wrong = self.wrong.entry(gradient).or_default();
-        *wrong = wrong.saturating_add(1).min(PATIENCE);
+        *wrong = wrong.saturating_add(1).min(MAX_WRONG_PREDICTIONS);
         if let Some(class) = self.classes.get_mut(&bytes) {
             class.makes.retain(|_, makes| *makes != gradient);
         }
-        *wrong < PATIENCE
+        *wrong < MAX_WRONG_PREDICTIONS
     }
 }
 
@@ -140,21 +140,21 @@ mod tests {
     fn an_operation_that_makes_several_gradients_is_taken_to_make_one_and_the_others_are_given_up() {
         let mut placement = OpPlacement::default();
         placement.expect([BYTES].into_iter());
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_WRONG_PREDICTIONS {
             step(&mut placement, &[(70, Some(0))]);
             step(&mut placement, &[(70, Some(1))]);
         }
-        assert_eq!(placement.wrong[&gradient(1)], PATIENCE);
+        assert_eq!(placement.wrong[&gradient(1)], MAX_WRONG_PREDICTIONS);
         step(&mut placement, &[(71, Some(1))]);
         assert_eq!(step(&mut placement, &[(70, Some(0)), (71, Some(1))]), [Some(0), None]);
     }
 
     #[test]
-    fn a_slot_that_somebody_has_does_not_make_the_guess_wrong() {
+    fn a_taken_slot_does_not_count_as_a_wrong_prediction() {
         let mut placement = OpPlacement::default();
         placement.expect([BYTES].into_iter());
         step(&mut placement, &[(70, Some(0))]);
-        for _ in 0..2 * PATIENCE {
+        for _ in 0..2 * MAX_WRONG_PREDICTIONS {
             placement.placed_elsewhere(BYTES, 70, 5);
             placement.observe(gradient(0), BYTES, 5);
         }

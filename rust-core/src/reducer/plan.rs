@@ -9,8 +9,8 @@
 //!   bucket of a device (PLAN-8).
 //! - PLAN-4: delayed parameters share no bucket with others, and their buckets come last.
 //! - PLAN-5: the plan depends on the parameters, the order and the options only.
-//! - PLAN-6: a parameter that is set apart ([`ReducerOptions::sets_apart`]) has a slot of length 0 in the bucket's
-//!   memory.
+//! - PLAN-6: a parameter whose gradient is reduced in place ([`ReducerOptions::reduces_in_place`]) has a slot of length
+//!   0 in the bucket's memory.
 //! - PLAN-7: where the core reduces buckets in slots, there is a second set of slots. A tensor of the caller may keep
 //!   a slot beyond the step, such as a momentum that is computed in the gradient's memory, and the next gradient then
 //!   uses the other slot. The system provides its memory only when it is first written.
@@ -38,7 +38,7 @@ pub struct Slot {
     /// Length in bytes, without padding; 0 if the gradient is reduced in place (PLAN-6).
     pub bytes: usize,
     /// Whether the gradient is reduced in place (PLAN-6).
-    pub apart: bool,
+    pub in_place: bool,
 }
 
 /// Gradients that are reduced together.
@@ -147,9 +147,9 @@ impl BucketPlan {
             let mut end = start;
             let mut slots = Vec::with_capacity(members.len());
             for (position, param) in members.into_iter().enumerate() {
-                let apart = options.sets_apart(&params[param]);
-                let bytes = if apart { 0 } else { params[param].bytes() };
-                let slot = Slot { param, offset_bytes: end.next_multiple_of(align(dtype)), bytes, apart };
+                let in_place = options.reduces_in_place(&params[param]);
+                let bytes = if in_place { 0 } else { params[param].bytes() };
+                let slot = Slot { param, offset_bytes: end.next_multiple_of(align(dtype)), bytes, in_place };
                 end = slot.offset_bytes + slot.bytes;
                 slots.push(slot);
                 plan.places[param] = (index, position);
@@ -227,7 +227,8 @@ pub fn describe(plan: &BucketPlan, params: &[ParamSpec]) -> String {
     let mut text = String::new();
     for (index, bucket) in plan.buckets().iter().enumerate() {
         let names: Vec<&str> = bucket.slots.iter().map(|slot| params[slot.param].name.as_str()).collect();
-        let bytes: usize = bucket.slots.iter().filter(|slot| slot.apart).map(|slot| params[slot.param].bytes()).sum();
+        let bytes: usize =
+            bucket.slots.iter().filter(|slot| slot.in_place).map(|slot| params[slot.param].bytes()).sum();
         let _ =
             writeln!(text, "bucket {index}: {}, {} bytes: {}", bucket.dtype, bucket.bytes + bytes, names.join(", "));
     }

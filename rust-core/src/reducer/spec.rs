@@ -40,7 +40,8 @@ struct Registry {
     graph_of: Vec<u64>,
 }
 
-/// Registers the spec that `graph` names next and returns its number. Without a graph, equal specs have the same number.
+/// Registers the spec that `graph` names next and returns its number. Without a graph, equal specs have the same
+/// number.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for options that no reducer can have.
@@ -81,7 +82,7 @@ pub fn get(number: usize) -> Result<Arc<ReducerSpec>> {
 }
 
 /// The specs whose reducers are made together with this one (BLU-2), in order.
-pub fn made_with(number: usize) -> Vec<usize> {
+pub fn created_with(number: usize) -> Vec<usize> {
     let registry = REGISTRY.lock();
     let graph = registry.as_ref().and_then(|registry| registry.graph_of.get(number).copied());
     match (&*registry, graph) {
@@ -112,10 +113,10 @@ mod tests {
         let first = trace(7001, &["reducer a", "reducer b", "reducer a"]);
         assert!(first[0] != first[2] && first[0] != first[1]);
         assert_eq!(trace(7002, &["reducer a", "reducer b", "reducer a"]), first, "BLU-1");
-        assert_eq!(made_with(first[2]), first, "BLU-2");
+        assert_eq!(created_with(first[2]), first, "BLU-2");
         assert_eq!(trace(NO_GRAPH, &["reducer a", "reducer a"]), [first[0], first[0]]);
         let alone = trace(NO_GRAPH, &["reducer c"]);
-        assert_eq!(made_with(alone[0]), alone);
+        assert_eq!(created_with(alone[0]), alone);
         let some = register(7003, of("reducer a", Some(vec![0, 2]))).expect("the options are good");
         assert!(!first.contains(&some), "ranks that are others have a reducer of their own");
         assert_eq!(get(first[1]).expect("it was registered").description.params[0].name, "reducer b");

@@ -50,8 +50,9 @@ pub(super) struct StepState {
     pub(super) placement: GradientPlacement,
     pub(super) rebuilt: bool,
     pub(super) record: Record,
-    /// An error that the others were not told when a step was abandoned, because they waited for nothing more of it.
-    pub(super) untold: Option<(u64, String)>,
+    /// An error that was not reported to the others when a step was abandoned, because they waited for nothing more of
+    /// it.
+    pub(super) unreported: Option<(u64, String)>,
 }
 
 /// Statistics of the last reduced step.
@@ -117,7 +118,7 @@ pub(super) struct BucketTimes {
     pub(super) submitted: u64,
 }
 
-/// What the reducer does next: decided under the lock, performed without it.
+/// The next action of the reducer: decided under the lock, performed without it.
 pub(super) enum ReducerAction {
     Nothing,
     /// All-reduces a bucket: the step, the bucket, the plan, the offset in the window, the element type and the
@@ -141,7 +142,7 @@ impl StepState {
             has_others,
             placement: GradientPlacement::new(params.iter().map(ParamSpec::bytes)),
             rebuilt: false,
-            untold: None,
+            unreported: None,
             record: Record::default(),
         }
     }
@@ -160,7 +161,7 @@ impl StepState {
     pub(super) fn open(&mut self, held: bool, vote: Option<Vote>) {
         self.steps += 1;
         metrics::note_reducer_step();
-        self.untold = None;
+        self.unreported = None;
         if let Some(history) = &mut self.history {
             history.start();
         }
@@ -189,7 +190,7 @@ impl StepState {
 
     /// Closes the vote of a round. Returns none if the round is over or its vote was closed before. Otherwise also
     /// returns the reductions on a device that waited: to carry out, or to drop after `cancel`.
-    pub(super) fn unhold(&mut self, round: u64, cancel: bool) -> Option<(ReducerAction, Vec<DeviceJob>)> {
+    pub(super) fn close_vote(&mut self, round: u64, cancel: bool) -> Option<(ReducerAction, Vec<DeviceJob>)> {
         let active = self.active.as_mut().filter(|active| active.id == round && active.gate.is_held())?;
         let (action, jobs) = match cancel {
             true => (ReducerAction::Nothing, active.gate.refuse()),
@@ -262,7 +263,7 @@ impl StepState {
 
     /// The next action (RED-2: one operation at a time, and none after an error).
     pub(super) fn next(&mut self) -> ReducerAction {
-        let Self { active: Some(active), layout, options, untold, has_others, .. } = self else {
+        let Self { active: Some(active), layout, options, unreported, has_others, .. } = self else {
             return ReducerAction::Nothing;
         };
         if active.in_flight || !active.gate.is_open() || active.error.is_some() {
@@ -287,7 +288,7 @@ impl StepState {
             if active.bounced {
                 // SAFETY: gradients are valid until the step has ended (contract of `mark_ready`) or lie in slots; the
                 // spare range is as long as the largest bucket, and overlaps neither.
-                unsafe { copy::carry_out(layout.to_spare(bucket, active, wire)) };
+                unsafe { copy::copy_all(layout.to_spare(bucket, active, wire)) };
             }
             return ReducerAction::Reduce(active.id, bucket, layout.clone(), offset_bytes, (wire, options.op()));
         }
@@ -302,7 +303,7 @@ impl StepState {
                 ReducerAction::GiveUp(active.id, message)
             }
             Some(message) => {
-                *untold = Some((active.id, message));
+                *unreported = Some((active.id, message));
                 ReducerAction::Nothing
             }
             None => ReducerAction::Nothing,
@@ -320,7 +321,7 @@ impl StepState {
                     let wire = self.options.wire_dtype(self.layout.plan.buckets()[bucket].dtype);
                     let back = self.layout.to_spare(bucket, active, wire).map(Move::reversed);
                     // SAFETY: as in `next`; the step has not ended and is not abandoned.
-                    unsafe { copy::carry_out(back) };
+                    unsafe { copy::copy_all(back) };
                 }
             }
             Err(error) => {

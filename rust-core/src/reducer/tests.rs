@@ -84,7 +84,7 @@ fn backward(
         // SAFETY: leases and vectors live until `finish` has returned.
         if let Err(error) = unsafe { reducer.mark_ready(param, ptr, true) } {
             // The step failed during this backward; its caller ends it here.
-            reducer.abandon("never told: the step has ended", false);
+            reducer.abandon("not reported: the step has ended", false);
             return Err(error);
         }
     }
@@ -149,7 +149,7 @@ fn a_round_reduces_nothing_before_all_take_part_and_ends_when_its_caller_says_so
         mark(0, 4);
         reducer.cancel(round);
         mark(4, PARAMS);
-        reducer.abandon("never told: nobody takes part", false);
+        reducer.abandon("not reported: no member takes part", false);
         let round = reducer.begin_held(None).unwrap();
         reducer.release(round - 1);
         mark(0, 4);
@@ -228,7 +228,7 @@ fn a_gradient_that_outlives_its_step_leaves_the_other_slot_to_the_next_one() {
             let keeps = |(at, lease)| (me == 0 || (me == 2 && at % 2 == 0)).then_some(lease);
             held = leases.into_iter().enumerate().filter_map(keeps).collect();
         }
-        // Both slots of parameters that are kept twice are taken.
+        // Both slots of the parameters whose gradients are kept twice are in use.
         let kept = reducer.take_slot(PARAMS - 1);
         let more = reducer.take_slot(PARAMS - 1);
         assert_eq!((kept.is_some(), more.is_some()), (true, me == 1));
@@ -294,8 +294,8 @@ fn a_backward_abandoned_after_its_last_gradient_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_follows_a_backward_ends_too_if_the_reducer_gave_up_first() {
-    // What `finish` does when a signal interrupts it, and the caller's message.
+fn a_backward_fails_on_all_ranks_if_a_reducer_was_given_up_before_its_end() {
+    // As `finish` does when a signal interrupts it, with the caller's message.
     let rank = |me: usize, communicator: Arc<Communicator>| {
         let reducer = Reducer::new(communicator.clone(), params(), options()).unwrap();
         let order: Vec<usize> = (0..PARAMS).rev().collect();

@@ -1,7 +1,7 @@
-//! Whether a step's reductions may begin, and what waits for that (RED-8).
+//! The gate that holds a step's reductions until the ranks have voted on them (RED-8).
 //!
 //! ```text
-//! vote open: Held(jobs) --all ranks reduce by plan--> Open: the jobs are carried out in their order, later ones at once
+//! vote open: Held(jobs) --all ranks reduce by plan--> Open: the jobs are queued in their order, later ones at once
 //!                       --anything else-------------> Refused: the jobs are dropped, and so are later ones
 //! ```
 //!
@@ -20,14 +20,14 @@ pub(super) enum VoteGate<Job> {
     Refused,
 }
 
-/// What becomes of a job.
+/// The gate's decision on a job.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Admission<Job> {
-    /// The caller carries it out.
+    /// The caller queues the job.
     Granted(Job),
-    /// The gate has kept it.
+    /// The gate keeps the job until the result.
     Held,
-    /// It is not carried out.
+    /// The job is dropped.
     Refused(Job),
 }
 

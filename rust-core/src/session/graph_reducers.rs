@@ -19,9 +19,9 @@ use crate::reducer::{ParamSpec, Reducer, SlotLease, spec};
 /// A step counts as waiting after this time without an event.
 const WAITS_AFTER: Duration = Duration::from_millis(500);
 /// A step on an idle device that has waited this long waits for other ranks, even if the processor is busy.
-const RESTS_AFTER: Duration = Duration::from_secs(8);
+const IDLE_DEVICE_WAITS_AFTER: Duration = Duration::from_secs(8);
 /// The time for a rank to tell which gradients it waits for, once ranks are known to wait for different ones.
-const TELLING: Duration = Duration::from_secs(2);
+const REPORT_TIME: Duration = Duration::from_secs(2);
 
 /// The reducers of a session, by the number of their spec.
 #[derive(Default)]
@@ -69,7 +69,9 @@ impl OtherWaits for PendingSteps {
 
     fn is_at_rest(&self) -> bool {
         let on_device = |arrivals: &ArrivalDriver| arrivals.reducer().is_some_and(|reducer| reducer.is_on_device());
-        self.of_all_ranks().iter().any(|arrivals| on_device(arrivals) && arrivals.waits(RESTS_AFTER).is_some())
+        self.of_all_ranks()
+            .iter()
+            .any(|arrivals| on_device(arrivals) && arrivals.waits(IDLE_DEVICE_WAITS_AFTER).is_some())
     }
 
     fn end(&self, end: WaitEnd) {
@@ -139,7 +141,7 @@ impl Session {
     }
 
     /// Reports that a gradient was allocated in its slot but must not be changed there, because others hold it.
-    pub fn placed_in_vain(&self, gradient: Gradient, bytes: usize) {
+    pub fn placement_was_unused(&self, gradient: Gradient, bytes: usize) {
         self.graph_reducers.op_placement.lock().reject(gradient, bytes);
     }
 
@@ -150,7 +152,7 @@ impl Session {
             return Ok(Arc::clone(arrivals));
         }
         let CreationQueue { waiting, is_open, ended } = &mut *self.graph_reducers.creation_queue.lock();
-        for number in spec::made_with(number) {
+        for number in spec::created_with(number) {
             let spec = spec::get(number)?;
             open.entry(number).or_insert_with(|| {
                 let arrivals = ArrivalDriver::new(&spec.description);
@@ -201,7 +203,7 @@ impl Session {
         let explain = {
             let close = close.clone();
             move || {
-                let detail = match session.what_differs(&end, own) {
+                let detail = match session.describe_difference(&end, own) {
                     Some(difference) => format!("{difference}; {}", end.detail),
                     None => end.detail,
                 };
@@ -214,7 +216,7 @@ impl Session {
     }
 
     /// Describes the difference between the gradients that two of the ranks wait for. `own` is this rank's spec.
-    fn what_differs(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
+    fn describe_difference(&self, end: &WaitEnd, own: Option<usize>) -> Option<String> {
         let &first = end.ranks.first()?;
         let &second = end.ranks.iter().find(|&&rank| rank != first)?;
         let store = self.store();
@@ -225,7 +227,7 @@ impl Session {
             store.set(&key(self.rank()), &postcard::to_stdvec(&spec::get(own).ok()?.description).ok()?).ok()?;
         }
         let of = |rank: usize| -> Option<ReducerDescription> {
-            postcard::from_bytes(&store.get(&key(rank), &[rank], TELLING).ok()?).ok()
+            postcard::from_bytes(&store.get(&key(rank), &[rank], REPORT_TIME).ok()?).ok()
         };
         fingerprint::difference(&of(first)?, first, &of(second)?, second)
     }

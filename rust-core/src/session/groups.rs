@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::Session;
 use super::graph_reducers::PendingSteps;
-use crate::collectives::{Communicator, Side};
+use crate::collectives::{Communicator, SplitColor};
 use crate::config;
 use crate::error::{Code, Error, Result};
 use crate::negotiation::{self, Negotiator};
@@ -20,7 +20,7 @@ use crate::transport::{Members, ShmTransport, Transport};
 pub const WORLD: u64 = 0;
 
 /// How long the report of a rank's death may take to arrive.
-const NEWS_TIME: Duration = Duration::from_secs(1);
+const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The purpose of a group. Groups of each purpose are counted separately, because they may be created concurrently.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -126,15 +126,15 @@ fn tuning() -> Result<Option<negotiation::FusionTuning>> {
 /// The time after which everything that waits for a member fails; none means the group's timeout. As in Horovod, it
 /// is at least the time until the warning.
 fn stall_limit() -> Result<Option<Duration>> {
-    let (knob, told) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);
-    let Some(limit) = knob.seconds_or_never()? else { return Ok(None) };
-    if config::STALL_CHECK_DISABLE.flag()? || limit >= told.seconds()? {
+    let (setting, warning) = (&config::STALL_SHUTDOWN_SECONDS, &config::STALL_WARNING_SECONDS);
+    let Some(limit) = setting.seconds_or_never()? else { return Ok(None) };
+    if config::STALL_CHECK_DISABLE.flag()? || limit >= warning.seconds()? {
         return Ok(Some(limit));
     }
     static WARNED: Once = Once::new();
     WARNED.call_once(|| {
-        let (name, seconds) = (knob.name, limit.as_secs_f64());
-        tracing::warn!("`{name}` is {seconds}, less than `{}`: it has no effect", told.name);
+        let (name, seconds) = (setting.name, limit.as_secs_f64());
+        tracing::warn!("`{name}` is {seconds}, less than `{}`: it has no effect", warning.name);
     });
     Ok(None)
 }
@@ -182,16 +182,18 @@ impl Session {
     /// The communicator with this id; 0 is the world.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if this process is in no such group.
+    /// [`Error::InvalidArgument`] if this process is not a member of such a group.
     pub fn communicator(&self, id: u64) -> Result<Arc<Communicator>> {
-        self.groups.get(id).ok_or_else(|| Error::InvalidArgument(format!("rank {} is in no group {id}", self.rank())))
+        self.groups
+            .get(id)
+            .ok_or_else(|| Error::InvalidArgument(format!("rank {} is not a member of a group {id}", self.rank())))
     }
 
     /// Makes a group of `ranks` (global ranks, in the order they get inside the group). Its members call it, in the
     /// same order where they are members of several new groups; others need not.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty list, a rank that does not exist or comes twice, or a list without
+    /// [`Error::InvalidArgument`] for an empty list, a rank that does not exist or is listed twice, or a list without
     /// this rank; [`Error::PeerFailed`] or [`Error::Timeout`] if a member does not call.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Arc<Communicator>> {
         self.new_group_within(ranks, self.groups.timeout)
@@ -217,16 +219,16 @@ impl Session {
         timeout: Duration,
     ) -> Result<Option<Arc<Communicator>>> {
         let made = ranks.map(|ranks| self.new_group_within(ranks, timeout)).transpose();
-        let side = match (&made, ranks) {
+        let color = match (&made, ranks) {
             // The new groups are disjoint, so the first rank identifies one.
-            (Ok(Some(made)), Some(ranks)) => Side::In { color: ranks[0], key: made.members().me },
-            (Ok(_), _) => Side::Out,
-            (Err(_), _) => Side::Refuses,
+            (Ok(Some(made)), Some(ranks)) => SplitColor::Color { color: ranks[0], key: made.members().me },
+            (Ok(_), _) => SplitColor::NoColor,
+            (Err(_), _) => SplitColor::Refuse,
         };
-        let seed = parent.split_devices(side);
+        let split_comm = parent.split_devices(color);
         let made = made?;
-        match (&made, seed) {
-            (Some(made), Ok(Some(seed))) => made.adopt(seed),
+        match (&made, split_comm) {
+            (Some(made), Ok(Some(split_comm))) => made.adopt(split_comm),
             (_, Ok(_)) => {}
             (made, Err(error)) => {
                 // The first error is reported; an error of the clean-up is ignored.
@@ -300,7 +302,7 @@ impl Session {
         if error.code() != Code::Io {
             return error;
         }
-        let deadline = Instant::now() + NEWS_TIME;
+        let deadline = Instant::now() + DEATH_REPORT_TIMEOUT;
         loop {
             let seen = self.monitor.generation();
             if let Err(departed) = self.monitor.check(ranks, "making a group") {
@@ -323,10 +325,10 @@ impl Session {
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return refuse(format!("rank {} comes twice", pair[0]));
+            return refuse(format!("rank {} is listed twice", pair[0]));
         }
         if !ranks.contains(&self.rank()) {
-            return refuse(format!("rank {} makes it but is no member", self.rank()));
+            return refuse(format!("rank {} creates it but is not a member", self.rank()));
         }
         Ok(())
     }

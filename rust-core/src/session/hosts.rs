@@ -34,7 +34,7 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 /// The prefix of the store's keys with the reports of ranks and rank 0's choice.
 const PREFIX: &str = "hosts/";
-const VERDICT: &str = "hosts/choice";
+const CHOICE: &str = "hosts/choice";
 
 fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
@@ -94,7 +94,7 @@ impl Session {
                 metrics::note_fallback(Fallback::TcpWithoutMpi);
                 if self.rank() == 0 {
                     tracing::info!(
-                        "TCP moves CPU tensors between the {} hosts, since {why}; MPI knows faster networks too, such as \
+                        "TCP moves CPU tensors between the {} hosts, since {why}; MPI also supports faster networks, such as \
                          InfiniBand",
                         self.hosts.len()
                     );
@@ -103,7 +103,7 @@ impl Session {
                     rank: self.rank(),
                     session: self.id,
                     key: client.key().clone(),
-                    book: book.into_iter().map(|address| address.seen_from(rendezvous.ip())).collect(),
+                    book: book.into_iter().map(|address| address.address_for(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
                     coverage,
                     peer_timeout: client.peer_timeout(),
@@ -167,7 +167,7 @@ impl Session {
         let remaining = || deadline.saturating_duration_since(Instant::now());
         if self.rank() > 0 {
             client.set(&answer_key(self.rank()), &encode(&own)?)?;
-            return decode(&client.get(VERDICT, &[0], remaining())?, 0);
+            return decode(&client.get(CHOICE, &[0], remaining())?, 0);
         }
         let mut why = own.without_mpi;
         let mut book = vec![own.address];
@@ -193,7 +193,7 @@ impl Session {
         let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
         let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, coverage });
         client.remove_prefix(PREFIX)?;
-        client.set(VERDICT, &encode(&choice)?)?;
+        client.set(CHOICE, &encode(&choice)?)?;
         Ok(choice)
     }
 
@@ -209,7 +209,7 @@ impl Session {
             Some(HostConnection::Mpi(engine)) => engine.clone(),
             Some(HostConnection::Tcp(network)) => network.clone(),
             Some(HostConnection::OneHost) | None => {
-                return Err(Error::Internal("a group on hosts that never met".to_owned()));
+                return Err(Error::Internal("a group spans hosts that are not connected".to_owned()));
             }
         };
         // The port's id is unique: group ids are unique in a session, and sessions have ids of their own.
@@ -241,7 +241,7 @@ fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
 
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: usize) -> Result<T> {
     postcard::from_bytes(bytes)
-        .map_err(|error| Error::Rendezvous(format!("what rank {rank} says of its host cannot be read: {error}")))
+        .map_err(|error| Error::Rendezvous(format!("the report of rank {rank} about its host cannot be read: {error}")))
 }
 
 impl HostConnection {

@@ -32,7 +32,7 @@ impl Membership {
             SessionState::Idle | SessionState::Starting => None,
         };
         let session = match running {
-            Some(session) if !session.met => {
+            Some(session) if !session.uses_store_rendezvous => {
                 let (known, of) = (session.rank(), session.size());
                 if (known, of) != (rank, size) {
                     return Err(Error::InvalidArgument(format!(
@@ -101,7 +101,7 @@ impl Membership {
 impl Session {
     /// Ends the session if process groups started it and the last one is closed.
     fn end_if_unused(&self) {
-        if !self.met || self.memberships.load(Ordering::Relaxed) > 0 {
+        if !self.uses_store_rendezvous || self.memberships.load(Ordering::Relaxed) > 0 {
             return;
         }
         let is_current = match &*STATE.lock() {

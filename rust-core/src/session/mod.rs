@@ -70,8 +70,8 @@ pub struct Session {
     groups: Groups,
     /// Set before the first group is created.
     between: OnceLock<HostConnection>,
-    /// The ranks used a framework's store as rendezvous; the next such rendezvous replaces this session.
-    met: bool,
+    /// Whether the ranks connected through a framework's store. The next rendezvous of this kind replaces this session.
+    uses_store_rendezvous: bool,
     /// Processes outside of the job may know its secret.
     open: bool,
     /// Number of open process groups of a framework.
@@ -79,7 +79,7 @@ pub struct Session {
     graph_reducers: GraphReducers,
     process_sets: ProcessSets,
     replicas: Replicas,
-    /// Whether the other ranks have been told that this rank failed.
+    /// Whether the failure of this rank has been reported to the other ranks.
     reported: AtomicBool,
 }
 
@@ -243,11 +243,11 @@ impl Session {
             session.close();
             return Err(error);
         }
-        session.say_joined(start);
+        session.log_joined(start);
         Ok(Arc::new(session))
     }
 
-    fn say_joined(&self, start: Instant) {
+    fn log_joined(&self, start: Instant) {
         tracing::info!(
             "joined a job of {} processes on {} hosts in {:.1?}",
             self.size(),
@@ -256,7 +256,7 @@ impl Session {
         );
     }
 
-    fn alone(mut launch: Launch, monitor: Arc<Monitor>, timeout: Duration, met: bool) -> Self {
+    fn alone(mut launch: Launch, monitor: Arc<Monitor>, timeout: Duration, uses_store_rendezvous: bool) -> Self {
         // Launchers that do not say it leave it to the rendezvous, which a single process does not need.
         launch.local.get_or_insert((0, 1));
         let id = getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id())) >> 1;
@@ -269,7 +269,7 @@ impl Session {
             control: Control::Alone(Arc::default()),
             groups: Groups::new(timeout),
             between: OnceLock::new(),
-            met,
+            uses_store_rendezvous,
             open: false,
             memberships: AtomicUsize::new(0),
             graph_reducers: GraphReducers::default(),
@@ -285,14 +285,14 @@ impl Session {
         timeout: Duration,
         deadline: Instant,
         rendezvous: serve::Rendezvous,
-        met: bool,
+        uses_store_rendezvous: bool,
     ) -> Result<Self> {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let serve::Rendezvous { location, served_by_rank_0, open } = rendezvous;
         let options = client::ClientOptions { location, served_by_rank_0, deadline, peer_timeout };
         let join = introduction(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
-        Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, met) })
+        Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, uses_store_rendezvous) })
     }
 
     fn connected(
@@ -301,7 +301,7 @@ impl Session {
         timeout: Duration,
         client: Arc<Client>,
         welcome: Welcome,
-        met: bool,
+        uses_store_rendezvous: bool,
     ) -> Self {
         place::inherit();
         let place = welcome.places[launch.rank];
@@ -315,7 +315,7 @@ impl Session {
             control: Control::Connected(client),
             groups: Groups::new(timeout),
             between: OnceLock::new(),
-            met,
+            uses_store_rendezvous,
             open: false,
             memberships: AtomicUsize::new(0),
             graph_reducers: GraphReducers::default(),
@@ -452,7 +452,7 @@ impl Session {
         self.groups.close(reason);
     }
 
-    /// Tells the job that this rank failed with `message` (an uncaught exception); the other ranks' waits end with
+    /// Reports to the job that this rank failed with `message` (an uncaught exception); the other ranks' waits end with
     /// it. Only the first failure counts (MON-1) and is sent.
     pub fn report_failure(&self, message: &str) {
         serve::note_failure();

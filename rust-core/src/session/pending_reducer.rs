@@ -16,10 +16,10 @@ pub struct PendingReducer {
 }
 
 enum CreationState {
-    UnderWay,
-    Made(Result<Arc<Reducer>>),
+    InProgress,
+    Finished(Result<Arc<Reducer>>),
     /// Taken, or dropped.
-    Gone,
+    Taken,
 }
 
 impl Session {
@@ -37,19 +37,19 @@ impl Session {
         options: ReducerOptions,
         order: Vec<usize>,
     ) -> Result<PendingReducer> {
-        let state = Arc::new(Mutex::new(CreationState::UnderWay));
+        let state = Arc::new(Mutex::new(CreationState::InProgress));
         let pending = PendingReducer { session: Arc::clone(self), state: Arc::clone(&state) };
         let session = Arc::clone(self);
-        let make = move || {
-            let made = session.create_in_order(token, &ranks, params, options, order);
+        let create = move || {
+            let created = session.create_in_order(token, &ranks, params, options, order);
             let mut state = state.lock();
-            match (&*state, made) {
-                (CreationState::UnderWay, made) => *state = CreationState::Made(made),
+            match (&*state, created) {
+                (CreationState::InProgress, created) => *state = CreationState::Finished(created),
                 (_, Ok(reducer)) => session.drop_group_of(&reducer),
                 (_, Err(_)) => {}
             }
         };
-        let thread = std::thread::Builder::new().name("smd-reducer".to_owned()).spawn(make);
+        let thread = std::thread::Builder::new().name("smd-reducer".to_owned()).spawn(create);
         thread.map_err(|source| Error::io("starting a thread", source))?;
         Ok(pending)
     }
@@ -63,11 +63,11 @@ impl Session {
         order: Vec<usize>,
     ) -> Result<Arc<Reducer>> {
         let own = self.make_round_group(token, ranks)?;
-        let made = Reducer::new(Arc::clone(&own), params, options).and_then(|reducer| {
+        let created = Reducer::new(Arc::clone(&own), params, options).and_then(|reducer| {
             reducer.follow_order(order)?;
             Ok(reducer)
         });
-        made.inspect_err(|_| {
+        created.inspect_err(|_| {
             // The first error is reported; an error of the clean-up is ignored.
             let _ = self.remove_group(own.id());
         })
@@ -82,7 +82,7 @@ impl Session {
 impl PendingReducer {
     /// Whether the creation has ended, so that [`PendingReducer::take`] returns its result.
     pub fn is_done(&self) -> bool {
-        matches!(*self.state.lock(), CreationState::Made(_))
+        matches!(*self.state.lock(), CreationState::Finished(_))
     }
 
     /// Returns the reducer after [`PendingReducer::is_done`]. The caller removes its group in the end.
@@ -91,11 +91,11 @@ impl PendingReducer {
     /// The error of the creation; [`Error::Internal`] if it has not ended.
     pub fn take(&self) -> Result<Arc<Reducer>> {
         let mut state = self.state.lock();
-        match std::mem::replace(&mut *state, CreationState::Gone) {
-            CreationState::Made(made) => made,
+        match std::mem::replace(&mut *state, CreationState::Taken) {
+            CreationState::Finished(created) => created,
             other => {
                 *state = other;
-                Err(Error::Internal("a reducer was taken that is not made yet".to_owned()))
+                Err(Error::Internal("a reducer was taken before it was created".to_owned()))
             }
         }
     }
@@ -108,7 +108,7 @@ impl PendingReducer {
 
 impl Drop for PendingReducer {
     fn drop(&mut self) {
-        if let CreationState::Made(Ok(reducer)) = std::mem::replace(&mut *self.state.lock(), CreationState::Gone) {
+        if let CreationState::Finished(Ok(reducer)) = std::mem::replace(&mut *self.state.lock(), CreationState::Taken) {
             self.session.drop_group_of(&reducer);
         }
     }

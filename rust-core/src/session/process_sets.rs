@@ -171,7 +171,7 @@ impl Session {
     /// Returns the communicator of a set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such set, or this rank is no member; [`Error::NotInitialized`].
+    /// [`Error::InvalidArgument`] if there is no such set, or this rank is not a member; [`Error::NotInitialized`].
     pub fn process_set(&self, id: u32, call: &'static str) -> Result<u64> {
         self.with_sets(call, |table| {
             let Some(set) = table.sets.get(&id) else {
@@ -250,7 +250,7 @@ impl Session {
     fn agree_on_sets(
         &self,
         call: &'static str,
-        wish: ProcessSetChange,
+        change: ProcessSetChange,
         lists: &[Vec<usize>],
     ) -> Result<Vec<Vec<usize>>> {
         let sorted = |list: &Vec<usize>| {
@@ -259,7 +259,7 @@ impl Session {
             list
         };
         let lists: Vec<Vec<usize>> = lists.iter().map(sorted).collect();
-        let mut words = vec![wish as u64];
+        let mut words = vec![change as u64];
         for list in &lists {
             words.push(list.len() as u64);
             words.extend(list.iter().map(|rank| *rank as u64));
@@ -273,7 +273,7 @@ impl Session {
             }
             return Err(Error::InvalidArgument(text));
         }
-        if !matches!(wish, ProcessSetChange::Remove) {
+        if !matches!(change, ProcessSetChange::Remove) {
             for list in &lists {
                 check(list, all.len())?;
             }
@@ -291,14 +291,14 @@ fn check(list: &[usize], size: usize) -> Result<()> {
         return refuse(format!("there is no rank {rank} in a world of {size}"));
     }
     match list.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => refuse(format!("rank {} comes twice", pair[0])),
+        Some(pair) => refuse(format!("rank {} is listed twice", pair[0])),
         None => Ok(()),
     }
 }
 
 /// Formats a rank's call.
 fn describe(words: &[u64]) -> String {
-    let [wish, rest @ ..] = words else { return "nothing".into() };
+    let [change, rest @ ..] = words else { return "nothing".into() };
     let mut lists = Vec::new();
     let mut rest = rest;
     while let [length, after @ ..] = rest {
@@ -306,7 +306,8 @@ fn describe(words: &[u64]) -> String {
         lists.push(format!("{list:?}"));
         rest = after;
     }
-    let verb = ["registers", "adds", "removes number"].get(*wish as usize).unwrap_or(&"asks for something else with");
+    let verb =
+        ["registers", "adds", "removes number"].get(*change as usize).unwrap_or(&"requests an unknown change of");
     format!("{verb} {}", lists.join(", "))
 }
 
@@ -335,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_were_given_back_come_first() {
+    fn freed_numbers_come_first() {
         let set = |ranks: &[usize]| ProcessSet { ranks: ranks.to_vec(), group: None };
         let mut table = ProcessSetTable { world: vec![0, 1], sets: [(0, set(&[0, 1]))].into(), free: VecDeque::new() };
         assert_eq!(table.next(), 1);
@@ -350,10 +351,10 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_ask_for_reads_well() {
+    fn requests_are_described_in_text() {
         assert_eq!(describe(&[0, 2, 0, 1, 1, 3]), "registers [0, 1], [3]");
         assert_eq!(describe(&[2, 1, 4]), "removes number [4]");
-        assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 comes twice")));
+        assert!(check(&[0, 0], 2).is_err_and(|error| error.text().contains("rank 0 is listed twice")));
         assert!(check(&[0, 2], 2).is_err_and(|error| error.text().contains("there is no rank 2 in a world of 2")));
     }
 }

@@ -29,7 +29,7 @@ pub struct Replicas {
     shared: Arc<ReplicasState>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// By key, the number of checksums that this rank has written.
-    told: Mutex<HashMap<String, usize>>,
+    num_written: Mutex<HashMap<String, usize>>,
 }
 
 #[derive(Default)]
@@ -169,13 +169,13 @@ impl Session {
     ///
     /// # Errors
     /// As for the job's store.
-    pub fn tell_replica(&self, told: &ReplicaChecksum<'_>) -> Result<()> {
-        let ReplicaChecksum { what, checksum, ranks, remedy, is_final } = *told;
+    pub fn tell_replica(&self, replica: &ReplicaChecksum<'_>) -> Result<()> {
+        let ReplicaChecksum { what, checksum, ranks, remedy, is_final } = *replica;
         if ranks.len() < 2 || !ranks.contains(&self.rank()) {
             return Ok(());
         }
         let occurrence = {
-            let mut counts = self.replicas.told.lock();
+            let mut counts = self.replicas.num_written.lock();
             let count = counts.entry(key(what, ranks, 0)).or_default();
             *count += 1;
             *count

@@ -10,11 +10,11 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::world::env::Launch;
 use crate::world::monitor;
-use crate::world::rendezvous::owner_socket::{OwnerSocket, Ticket};
+use crate::world::rendezvous::owner_socket::{OwnerSocket, RendezvousCredentials};
 use crate::world::rendezvous::{JobKey, RendezvousLocation, server};
 
 /// How long a process that failed keeps serving before it ends, so that the other ranks learn of the failure.
-const FAREWELL: Duration = Duration::from_secs(5);
+const FAILED_SERVE_TIME: Duration = Duration::from_secs(5);
 
 /// The rendezvous server in this process. It outlives sessions (RDV-4).
 struct RunningServer {
@@ -111,7 +111,7 @@ fn serve(launch: &Launch, given: Option<Vec<u8>>, one_host: bool, master: &str) 
             (Some(secret), _) => secret.clone(),
             (None, Some(_)) => random_secret()?,
             (None, None) => {
-                warn_open("its launcher's variables, which others can guess, stand for its secret");
+                warn_open("its secret comes from its launcher's variables, which others can guess");
                 launch.derived_secret().to_vec()
             }
         };
@@ -138,14 +138,16 @@ impl RunningServer {
         name: Option<String>,
     ) -> Result<Self> {
         // There is no launcher that could explain a lost connection, so a death is reported at once.
-        let patience = Duration::ZERO;
+        let death_cause_timeout = Duration::ZERO;
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let key = JobKey::new(&secret);
-        let server =
-            server::Server::serve(listener, server::ServerOptions { key, size: Some(size), patience, peer_timeout })?;
-        let ticket = Ticket { address: server.address(), secret: secret.clone() };
+        let server = server::Server::serve(
+            listener,
+            server::ServerOptions { key, size: Some(size), death_cause_timeout, peer_timeout },
+        )?;
+        let credentials = RendezvousCredentials { address: server.address(), secret: secret.clone() };
         let owner = match name {
-            Some(name) => Some((name.clone(), OwnerSocket::serve(&name, &ticket)?)),
+            Some(name) => Some((name.clone(), OwnerSocket::serve(&name, &credentials)?)),
             None => None,
         };
         Ok(Self { job, size, given, secret, server, owner })
@@ -155,7 +157,7 @@ impl RunningServer {
 /// Warns, once in a job, that processes outside of the job may join it.
 fn warn_open(why: &str) {
     tracing::warn!(
-        "this job is open to the network: it spans hosts, and {why}. Whoever reaches rank 0 can join it, and read and change what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or start the job with `smdrun` (docs/security.md)"
+        "this job is open to the network: it spans hosts, and {why}. Any process that reaches rank 0 can join it, and read and change what ranks send. Set `SMD_SECRET` to the same random text for all ranks, such as that of `openssl rand -hex 32`, or start the job with `smdrun` (docs/security.md)"
     );
 }
 
@@ -180,7 +182,7 @@ pub struct ServerContact {
 /// Starts a server with a random secret, or keeps the last server if it serves as many ranks in the same way. On one
 /// host the owner socket gives the secret to this user's processes; on several hosts the caller distributes it.
 pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Result<ServerContact> {
-    let job = format!("met by a store, for the {}", if one_host { "host" } else { "hosts" });
+    let job = format!("a rendezvous through a store, for the {}", if one_host { "host" } else { "hosts" });
     let mut served = SERVED.lock();
     let same = |served: &RunningServer| served.job == job && served.size == size && served.given == given;
     if !served.as_ref().is_some_and(same) {
@@ -198,7 +200,7 @@ pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Re
             false => None,
         };
         if !one_host && given.is_none() {
-            warn_open("the store on which its ranks meet, torch's mostly, gives its secret to whoever asks");
+            warn_open("the store through which its ranks connect, usually torch's, gives the secret to every client");
         }
         let secret = given.clone().map_or_else(random_secret, Ok)?;
         *served = Some(RunningServer::start(listener, job, size, given, secret, name)?);
@@ -250,13 +252,17 @@ pub fn has_failed() -> bool {
 /// Keeps serving for a while at the end of a process; see [`super::finish`].
 pub fn linger() {
     let Some(served) = SERVED.lock().take() else { return };
-    let patience = if has_failed() { FAREWELL } else { config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or(FAREWELL) };
-    let deadline = Instant::now() + patience;
+    let serve_time = if has_failed() {
+        FAILED_SERVE_TIME
+    } else {
+        config::EXIT_TIMEOUT_SECONDS.seconds().unwrap_or(FAILED_SERVE_TIME)
+    };
+    let deadline = Instant::now() + serve_time;
     let start = Instant::now();
-    let told = std::cell::Cell::new(false);
+    let has_logged = std::cell::Cell::new(false);
     let empty = served.server.wait_until_empty(deadline, || {
-        if start.elapsed() > FAREWELL && !told.replace(true) {
-            tracing::info!("this rank is done, and serves the rendezvous until the others are");
+        if start.elapsed() > FAILED_SERVE_TIME && !has_logged.replace(true) {
+            tracing::info!("this rank has finished, and serves the rendezvous until the other ranks have left");
         }
         monitor::interrupt_pending()
     });

@@ -26,18 +26,18 @@ impl Session {
     pub(super) fn start_as_worker(worker: &str, variables: &env::Variables) -> Result<Arc<Self>> {
         let start = Instant::now();
         config::check_unread()?;
-        let patience = config::ELASTIC_TIMEOUT_SECONDS.seconds()?;
+        let enter_timeout = config::ELASTIC_TIMEOUT_SECONDS.seconds()?;
         let mut failing_since = None;
         loop {
             match Self::enter(worker, variables) {
                 Ok(session) => {
-                    session.say_joined(start);
+                    session.log_joined(start);
                     return Ok(Arc::new(session));
                 }
                 Err(error)
-                    if may_pass(&error) && failing_since.get_or_insert_with(Instant::now).elapsed() < patience =>
+                    if may_pass(&error) && failing_since.get_or_insert_with(Instant::now).elapsed() < enter_timeout =>
                 {
-                    tracing::info!("a session of worker `{worker}` did not come about: {error}");
+                    tracing::info!("worker `{worker}` could not start a session: {error}");
                 }
                 Err(error) => return Err(error),
             }
@@ -55,21 +55,21 @@ impl Session {
         };
         let init_timeout = config::INIT_TIMEOUT_SECONDS.seconds()?;
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
-        let patience = if HAS_REACHED_LAUNCHER.load(Ordering::Relaxed) { peer_timeout } else { init_timeout };
+        let timeout = if HAS_REACHED_LAUNCHER.load(Ordering::Relaxed) { peer_timeout } else { init_timeout };
         let options = client::ClientOptions {
             location: RendezvousLocation::At { addresses: vec![address.clone()], key: JobKey::new(secret.as_bytes()) },
             served_by_rank_0: false,
-            deadline: Instant::now() + patience,
+            deadline: Instant::now() + timeout,
             peer_timeout,
         };
         let monitor = Arc::new(Monitor::new(0));
         let client = Client::reach_launcher(&options, monitor.clone())?;
         HAS_REACHED_LAUNCHER.store(true, Ordering::Relaxed);
-        let seat = client.wait_for_rank(worker)?;
-        let (rank, size) = (seat.rank as usize, seat.size as usize);
+        let assignment = client.wait_for_rank(worker)?;
+        let (rank, size) = (assignment.rank as usize, assignment.size as usize);
         monitor.set_me(rank);
         crate::log::start((size > 1).then_some(rank));
-        let launch = Launch::seated(rank, size, seat.generation, &address);
+        let launch = Launch::assigned(rank, size, assignment.generation, &address);
         let start = Instant::now();
         let deadline = start + init_timeout;
         let welcome = client.take_place(introduction(&launch), start, deadline)?;

@@ -127,7 +127,7 @@ impl HostMap {
     }
 }
 
-/// What collective algorithms know of a group on several hosts.
+/// A group on several hosts, as collective algorithms see it.
 pub struct Hosts {
     pub(crate) map: HostMap,
     /// The shared memory of this host's members.
@@ -144,7 +144,7 @@ pub struct HostsTransport {
     hosts: Hosts,
     carrier: Arc<dyn Carrier>,
     /// Every rank of the job, if the carrier needs them all.
-    everybody: Option<Vec<usize>>,
+    all_members: Option<Vec<usize>>,
     mailbox: Arc<Mailbox<HostsLink>>,
 }
 
@@ -198,8 +198,8 @@ impl HostsTransport {
         let mailbox_progress: Weak<dyn MailboxProgress> =
             Arc::downgrade(&(mailbox.clone() as Arc<dyn MailboxProgress>));
         carrier.ports().attach(key, members.me, mailbox_progress);
-        let everybody = carrier.needs_everybody().then(|| (0..size).collect());
-        Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, carrier, everybody, mailbox }))
+        let all_members = carrier.needs_all_members().then(|| (0..size).collect());
+        Ok(Arc::new(Self { members, hosts: Hosts { map, memory }, carrier, all_members, mailbox }))
     }
 }
 
@@ -250,9 +250,9 @@ impl Link for HostsLink {
         self.rings.doorbell()
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
         let _busy_poll = self.remote.busy_poll();
-        self.rings.doze(seen, limit);
+        self.rings.wait_doorbell(seen, limit);
     }
 
     fn ring_own(&self) {
@@ -282,7 +282,7 @@ impl Transport for HostsTransport {
     }
 
     fn depends_on(&self) -> Option<&[usize]> {
-        self.everybody.as_deref()
+        self.all_members.as_deref()
     }
 
     fn drain_timeout(&self) -> Duration {

@@ -1,8 +1,8 @@
 //! Matches messages with receives, over a [`Link`] that carries small frames in order.
 //!
-//! A message of at most [`Link::payload_bytes`] is sent eagerly in one frame, and the receiver keeps it until a receive takes
-//! it. A larger message uses a rendezvous: request to send (RTS), clear to send (CTS) once a receive with its tag is posted,
-//! then the data; or a NACK if the lengths differ:
+//! A message of at most [`Link::payload_bytes`] is sent eagerly in one frame, and the receiver keeps it until a receive
+//! takes it. A larger message uses a rendezvous: request to send (RTS), clear to send (CTS) once a receive with its tag
+//! is posted, then the data; or a NACK if the lengths differ:
 //!
 //! ```text
 //! sender    Rts{tag, bytes, id} -->              Data{slot, offset} --> Data ..
@@ -84,8 +84,8 @@ pub(crate) trait Link: Send + Sync {
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool;
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
-    /// See [`super::Transport::doze`].
-    fn doze(&self, seen: u32, limit: Duration);
+    /// See [`super::Transport::wait_doorbell`].
+    fn wait_doorbell(&self, seen: u32, limit: Duration);
     /// Wakes sleeping threads of this process.
     fn ring_own(&self);
 }
@@ -175,7 +175,7 @@ struct Peer {
     /// Posted sends in order that are not on the link yet.
     waiting: VecDeque<Outgoing>,
     /// Announced sends, by id.
-    asked: HashMap<u64, Outgoing>,
+    announced: HashMap<u64, Outgoing>,
     /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
     direct_receive: Option<DirectReceive>,
@@ -214,8 +214,8 @@ pub trait Messages: Send + Sync {
     fn cancel(&self, message: &Message);
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
-    /// See [`super::Transport::doze`].
-    fn doze(&self, seen: u32, limit: Duration);
+    /// See [`super::Transport::wait_doorbell`].
+    fn wait_doorbell(&self, seen: u32, limit: Duration);
     /// See [`super::Transport::ring`].
     fn ring(&self);
 }
@@ -257,7 +257,7 @@ impl<L: Link> Mailbox<L> {
         while let Some(header) = peer.replies.front() {
             // SAFETY: replies have no payload.
             if !unsafe { self.link.push(to, *header, std::ptr::null()) } {
-                // These are sent first: a withdrawal must come before the next announcement (MBX-2).
+                // Replies are sent first: a withdrawal must come before the next announcement (MBX-2).
                 return;
             }
             peer.replies.pop_front();
@@ -280,7 +280,7 @@ impl<L: Link> Mailbox<L> {
                 send.message.complete(Ok(to));
                 *completed = true;
             } else {
-                peer.asked.insert(send.message.0.id, send);
+                peer.announced.insert(send.message.0.id, send);
             }
         }
         while let Some(stream) = peer.streams.front_mut() {
@@ -341,14 +341,14 @@ impl<L: Link> Messages for Mailbox<L> {
     fn cancel(&self, message: &Message) {
         let mut state = self.state.lock();
         let id = message.0.id;
-        self.divert(&mut state, id);
+        self.detach(&mut state, id);
         state.posted.retain(|it| it.message.0.id != id);
         state.filling.remove(&id);
         for peer in &mut state.peers {
             peer.waiting.retain(|it| it.message.0.id != id);
             let streaming = peer.streams.iter().any(|it| it.send.message.0.id == id);
             peer.streams.retain(|it| it.send.message.0.id != id);
-            if peer.asked.remove(&id).is_some() || streaming {
+            if peer.announced.remove(&id).is_some() || streaming {
                 // The send was cancelled (MBX-3).
                 peer.replies.push_back([FrameKind::Withdraw as u64, id, 0, 0, 0]);
             }
@@ -364,8 +364,8 @@ impl<L: Link> Messages for Mailbox<L> {
         self.link.doorbell()
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.link.doze(seen, limit);
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
+        self.link.wait_doorbell(seen, limit);
     }
 
     fn ring(&self) {
@@ -420,12 +420,12 @@ impl MailboxState {
             }
             Some(FrameKind::Cts) => {
                 let peer = &mut self.peers[from];
-                if let Some(send) = peer.asked.remove(&a) {
+                if let Some(send) = peer.announced.remove(&a) {
                     peer.streams.push_back(ClearedSend { send, slot: b, sent: 0 });
                 }
             }
             Some(FrameKind::Nack) => {
-                if let Some(send) = self.peers[from].asked.remove(&a) {
+                if let Some(send) = self.peers[from].announced.remove(&a) {
                     let error = length_mismatch(send.tag, members.me, send.bytes as u64, from, b, members);
                     send.message.complete(Err(error));
                     self.completed = true;
@@ -476,7 +476,7 @@ impl MailboxState {
     }
 
     /// Returns a receive to its place in the order.
-    fn post_again(&mut self, recv: Posted) {
+    fn repost(&mut self, recv: Posted) {
         let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
         self.posted.insert(at, recv);
     }
@@ -495,7 +495,7 @@ impl MailboxState {
                 }
                 self.deliver(recv, arrived.from, arrived.body, members);
             }
-            None => self.post_again(recv),
+            None => self.repost(recv),
         }
     }
 
@@ -582,7 +582,7 @@ mod tests {
         fn doorbell(&self) -> u32 {
             0
         }
-        fn doze(&self, _seen: u32, _limit: Duration) {}
+        fn wait_doorbell(&self, _seen: u32, _limit: Duration) {}
         fn ring_own(&self) {}
     }
 

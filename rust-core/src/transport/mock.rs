@@ -38,7 +38,7 @@ struct Net {
     size: usize,
     options: MockOptions,
     wires: Mutex<Wires>,
-    news: Condvar,
+    frames_changed: Condvar,
 }
 
 /// The transport of one rank that is a thread, with random delays.
@@ -65,7 +65,7 @@ impl MockTransport {
             lost: vec![false; size],
             random: options.seed,
         };
-        let net = Arc::new(Net { size, options, wires: Mutex::new(wires), news: Condvar::new() });
+        let net = Arc::new(Net { size, options, wires: Mutex::new(wires), frames_changed: Condvar::new() });
         let ranks: Arc<[usize]> = (0..size).collect();
         let end = |me| {
             let members = Members { ranks: ranks.clone(), me };
@@ -76,7 +76,7 @@ impl MockTransport {
     }
 
     /// Drops everything from and to this rank from now on, as if its host had failed.
-    pub fn lose(&self) {
+    pub fn disconnect(&self) {
         self.mailbox.link.net.wires.lock().lost[self.members.me] = true;
     }
 }
@@ -112,7 +112,7 @@ impl Link for MockLink {
         let due = queue.back().map_or(Instant::now(), |last| last.due.max(Instant::now())) + late;
         queue.push_back(MockFrame { due, header, payload: copy });
         wires.doorbells[to] = wires.doorbells[to].wrapping_add(1);
-        self.net.news.notify_all();
+        self.net.frames_changed.notify_all();
         true
     }
 
@@ -125,7 +125,7 @@ impl Link for MockLink {
             }
             let frame = queue.pop_front();
             wires.doorbells[from] = wires.doorbells[from].wrapping_add(1);
-            self.net.news.notify_all();
+            self.net.frames_changed.notify_all();
             frame
         };
         let frame = frame.expect("the front was there under the same lock");
@@ -137,7 +137,7 @@ impl Link for MockLink {
         self.net.wires.lock().doorbells[self.me]
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
         let mut wires = self.net.wires.lock();
         if wires.doorbells[self.me] != seen {
             return;
@@ -145,13 +145,13 @@ impl Link for MockLink {
         let size = self.net.size;
         let due = (0..size).filter_map(|from| wires.queues[from * size + self.me].front()).map(|frame| frame.due).min();
         let latest = Instant::now() + limit;
-        self.net.news.wait_until(&mut wires, due.map_or(latest, |due| due.min(latest)));
+        self.net.frames_changed.wait_until(&mut wires, due.map_or(latest, |due| due.min(latest)));
     }
 
     fn ring_own(&self) {
         let mut wires = self.net.wires.lock();
         wires.doorbells[self.me] = wires.doorbells[self.me].wrapping_add(1);
-        self.net.news.notify_all();
+        self.net.frames_changed.notify_all();
     }
 }
 

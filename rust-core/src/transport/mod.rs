@@ -34,7 +34,7 @@ pub type Tag = u64;
 
 /// The longest sleep between two calls of [`Wait::check`], and thus the delay with which departures and interruptions
 /// are noticed.
-pub const NAP: Duration = Duration::from_millis(50);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The members of a group: their global ranks, indexed by the rank inside the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,8 +93,8 @@ impl Wait<'_> {
                     .filter(|rank| match self.monitor.departure(*rank) {
                         None => false,
                         Some(Departure::Left) => {
-                            let heard = self.monitor.heard(*rank).unwrap_or(now);
-                            missing.contains(rank) && now.saturating_duration_since(heard) >= self.drain_timeout
+                            let reported_at = self.monitor.departure_time(*rank).unwrap_or(now);
+                            missing.contains(rank) && now.saturating_duration_since(reported_at) >= self.drain_timeout
                         }
                         Some(_) => true,
                     })
@@ -156,8 +156,8 @@ pub trait Transport: Send + Sync {
         self.messages().doorbell()
     }
     /// Sleeps until the doorbell differs from `seen`, for at most `limit`.
-    fn doze(&self, seen: u32, limit: Duration) {
-        self.messages().doze(seen, limit);
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
+        self.messages().wait_doorbell(seen, limit);
     }
     /// Changes this member's doorbell, so that sleeping threads of this process check again.
     fn ring(&self) {
@@ -219,7 +219,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
             ranks
         };
         match wait.check(missing) {
-            Ok(()) => sleeps.sleep(missing, || transport.doze(seen, NAP)),
+            Ok(()) => sleeps.sleep(missing, || transport.wait_doorbell(seen, POLL_INTERVAL)),
             Err(error) => break error,
         }
     };
@@ -232,9 +232,9 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
     Err(outcome)
 }
 
-/// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller reads
-/// the connections and yields between reads. It does not spin: a message between hosts takes longer than a yield, and
-/// the sender may share this core, which the members of this host do not show.
+/// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller
+/// reads the connections and yields between reads. It does not spin: a message between hosts takes longer than a yield,
+/// and the sender may share this core, which the members of this host do not show.
 pub(crate) struct MessagePause<'a> {
     transport: &'a dyn Transport,
     backoff: Backoff,
@@ -291,7 +291,7 @@ pub(crate) struct Backoff {
 /// Some 20 us, about the cost of a sleep and a wake-up on both sides.
 const SPINS: u32 = 1024;
 /// Number of spins between two checks of which members share the core.
-const SPINS_A_LOOK: u32 = 64;
+const SPINS_PER_CORE_CHECK: u32 = 64;
 /// As long as many chunks take. With 4 processes on 2 cores, a tenth of it made all-reduces of 64 KiB to 4 MiB a
 /// quarter slower. Threads with work to do get the core at the first yield.
 const YIELD_TIME: Duration = Duration::from_millis(2);
@@ -325,7 +325,7 @@ impl Backoff {
     /// member may need the core of this thread.
     pub(crate) fn pause(&mut self, shares_core: impl FnOnce() -> bool) -> bool {
         if self.spins > 0 {
-            if self.spins.is_multiple_of(SPINS_A_LOOK) && shares_core() {
+            if self.spins.is_multiple_of(SPINS_PER_CORE_CHECK) && shares_core() {
                 self.spins = 0;
                 return true;
             }

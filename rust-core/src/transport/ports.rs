@@ -58,7 +58,7 @@ pub(crate) trait Carrier: Send + Sync {
     /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
     fn flush(&self, deadline: Instant);
     /// Whether the death of any process of the job stops all communication, whatever processes frames are for.
-    fn needs_everybody(&self) -> bool;
+    fn needs_all_members(&self) -> bool;
 }
 
 /// Makes progress for a group for which frames have arrived, or whose queue has space again.
@@ -148,8 +148,8 @@ struct Frame {
 struct Inbox {
     /// By sender.
     frames: Mutex<Vec<VecDeque<Frame>>>,
-    /// Their number, so that looking for frames where there are none takes no lock. Who adds a frame notifies the
-    /// mailbox afterwards, so a count that is read too early hides no frame for long.
+    /// Their number, so that looking for frames where there are none takes no lock. The thread that adds a frame
+    /// notifies the mailbox afterwards, so a frame that an early read misses is found soon.
     count: AtomicUsize,
 }
 

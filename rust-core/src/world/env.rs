@@ -174,7 +174,7 @@ pub fn detect(variables: &Variables) -> Result<Launch> {
             found[quantity] = number(variables, names)?;
         }
         if spelling.launcher == Launcher::Slurm {
-            // A batch script and an allocation have these variables too, but are no processes of a job.
+            // A batch script and an allocation have these variables too, but are not processes of a job.
             if !variables.contains_key("SLURM_STEP_ID") && !variables.contains_key("SLURM_STEPID") {
                 continue;
             }
@@ -377,8 +377,8 @@ fn job(variables: &Variables) -> String {
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
     ];
-    let told = NAMES.iter().filter_map(|name| Some(format!("{name}={}", set(variables, name)?)));
-    told.collect::<Vec<_>>().join(" ")
+    let set_variables = NAMES.iter().filter_map(|name| Some(format!("{name}={}", set(variables, name)?)));
+    set_variables.collect::<Vec<_>>().join(" ")
 }
 
 fn digest(parts: &[&str]) -> [u8; 32] {
@@ -397,7 +397,7 @@ fn port(parts: &[&str]) -> u16 {
 
 impl Launch {
     /// The variables of a rank in session `generation` of the elastic job whose launcher is at `address`.
-    pub fn seated(rank: usize, size: usize, generation: u64, address: &str) -> Self {
+    pub fn assigned(rank: usize, size: usize, generation: u64, address: &str) -> Self {
         let job = format!("session {generation} of the elastic job at {address}");
         let master_port = port(&[&job, "torch"]);
         Self { launcher: Launcher::Torch, rank, size, local: None, master_addr: None, master_port, job }

@@ -5,7 +5,8 @@
 //! - [`monitor`]: the ranks that died, left or failed; every wait of the core checks it.
 //! - [`store`]: a key-value store for small values that members of a job exchange.
 //! - [`rendezvous`]: how ranks find each other, over TCP with a shared secret.
-//! - [`fork`]: rules for forked children. [`host`]: the identity of this host. `hydra`: the address of MPICH's launcher.
+//! - [`fork`]: rules for forked children. [`host`]: the identity of this host. `hydra`: the address of MPICH's
+//!   launcher.
 
 pub mod env;
 pub mod fork;

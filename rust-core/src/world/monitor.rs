@@ -170,8 +170,8 @@ impl Monitor {
         self.close_by(reason, None);
     }
 
-    /// Records the departure of a rank without which the session cannot go on, and ends every wait of this process with
-    /// [`Error::PeerFailed`] about it, whichever rank it waits for.
+    /// Records the departure of a rank without which the session cannot continue, and ends every wait of this process
+    /// with [`Error::PeerFailed`] about it, whichever rank it waits for.
     pub fn close_after(&self, rank: usize, departure: Departure, reason: &str) {
         self.report(rank, departure);
         self.close_by(reason, Some(rank));
@@ -225,8 +225,8 @@ impl Monitor {
     }
 
     /// Returns when the departure of `rank` was reported, if it was.
-    pub fn heard(&self, rank: usize) -> Option<Instant> {
-        self.seen.lock().departed.get(&rank).map(|(_, _, heard)| *heard)
+    pub fn departure_time(&self, rank: usize) -> Option<Instant> {
+        self.seen.lock().departed.get(&rank).map(|(_, _, time)| *time)
     }
 
     /// Blocks until the generation differs from `seen` or `timeout` has passed.
@@ -237,7 +237,7 @@ impl Monitor {
         }
     }
 
-    /// Asks every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or withdraws the request.
+    /// Requests every wait of this process to end with [`Error::Interrupted`] (Ctrl-C), or withdraws the request.
     pub fn set_interrupted(&self, on: bool) {
         self.interrupted.store(on, Ordering::Release);
     }

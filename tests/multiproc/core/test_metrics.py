@@ -148,7 +148,7 @@ def test_http_and_top_show_a_running_job(tmp_path):
             [*top, "999999999"], env=clean_environment(), capture_output=True, text=True, check=False
         )
         assert other.returncode == 2
-        assert "process 999999999 is no rank, and started none, of a job" in other.stderr
+        assert "process 999999999 is not a rank, or the launcher of a rank, of a job" in other.stderr
         (tmp_path / "go").touch()
         assert job.wait(60) == 0
     finally:

@@ -142,7 +142,7 @@ def disagreements(runs, slow_every=15):
         ),
         "no such root": (
             lambda call: call(three, root=size if mine else 0),
-            rf"broadcast: root {size} is no rank of a group of {size}",
+            rf"broadcast: root {size} is not a rank of a group of {size}",
         ),
     }
     slow = {

@@ -166,13 +166,13 @@ def make_groups():
     again = _core.new_group([0, 1, 2, 3])
     assert again != _core.new_group([0, 1, 2, 3])
     _core.remove_group(again)
-    with pytest.raises(errors.InvalidArgumentError, match="is in no group"):
+    with pytest.raises(errors.InvalidArgumentError, match="is not a member of a group"):
         _core.barrier(again)
     for ranks, message in (
-        ([], "no member"),
-        ([0, 0], "comes twice"),
+        ([], "is not a member"),
+        ([0, 0], "is listed twice"),
         ([0, 9], "no rank 9"),
-        ([rank ^ 1], "no member"),
+        ([rank ^ 1], "is not a member"),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=message):
             _core.new_group(ranks)

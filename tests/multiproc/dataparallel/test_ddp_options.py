@@ -364,7 +364,7 @@ def _checkpoints_body():
         model(torch.ones(2, 6, requires_grad=True), skip).sum().backward()
         assert model.module.layer.bias.grad.tolist() == [1.0 if step == 1 else 2.0] * 3
 
-    # Without `find_unused_parameters` both ranks raise. A model that is frozen on all ranks for one step is no error.
+    # Without `find_unused_parameters` both ranks raise. A model that is frozen on all ranks for one step is not an error.
     model = ddp_class(Skipping())
     for step in range(4):
         inputs = torch.ones(2, 6, requires_grad=True)

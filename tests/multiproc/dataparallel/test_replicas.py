@@ -51,7 +51,7 @@ def torch_optimizers():
         elif hvd.rank() == 1:
             # Rank 1 sends a checksum and rank 0 sends none: rank 1 does not wait for it, and nothing is compared.
             replicas = importlib.import_module("smdistributed._common.replicas")
-            replicas.tell([()], [b"1"], [0, 1], "nothing", is_final=True)
+            replicas.report([()], [b"1"], [0, 1], "nothing", is_final=True)
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(1, 3)).sum().backward()

@@ -278,10 +278,10 @@ def check_errors(sdp, rank, size):
             call(*(wrong if rank == 0 else right))
 
     for call, text in [
-        (lambda: sdp.broadcast(tf.ones(3), size), f"root {size} is no rank of a group of {size}"),
+        (lambda: sdp.broadcast(tf.ones(3), size), f"root {size} is not a rank of a group of {size}"),
         (lambda: sdp.broadcast(tf.ones(3), -1), "rank -1 is not a rank of the group"),
         (lambda: collectives.all_gather(tf.constant(1.0)), "a scalar has no rows"),
-        (lambda: collectives.reduce_scatter(tf.ones([2 * size + 1])), f"{2 * size + 1} rows are no multiple of the"),
+        (lambda: collectives.reduce_scatter(tf.ones([2 * size + 1])), f"{2 * size + 1} rows are not a multiple of the"),
         (lambda: collectives.all_to_all(tf.ones([3]), [3] * (size + 1)), "expected one for each"),
         (lambda: collectives.all_to_all(tf.ones([3]), [9] * size), "are more than the 3 that the tensor has"),
         (lambda: collectives.all_to_all(tf.ones([9]), [1] * size), "leave"),

@@ -62,7 +62,7 @@ def bad_arguments():
     one = torch.ones(1)
     with pytest.raises(ValueError, match="1 outputs were passed, expected one for each of the 2 members"):
         dist.all_gather([one], one.clone())
-    with pytest.raises(ValueError, match="root 2 is no rank of a group of 2"):
+    with pytest.raises(ValueError, match="root 2 is not a rank of a group of 2"):
         dist.broadcast(one, 2)
     with pytest.raises(ValueError, match="dimension 0 of the input, of size 3, cannot be split"):
         dist.reduce_scatter_tensor(one, torch.ones(3))

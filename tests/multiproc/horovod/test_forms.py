@@ -111,7 +111,7 @@ def torch_errors(torch, hvd, rank, size):
         (ValueError, lambda: hvd.alltoall(torch.ones(size), torch.ones(1, dtype=torch.int32))),
         (ValueError, lambda: hvd.broadcast(one, size + 3)),
         (ValueError, lambda: hvd.allreduce(one, average=True, op=hvd.Sum)),
-        # Invalid arguments, which are no HorovodInternalError: elastic training must not retry them.
+        # Invalid arguments, which are not HorovodInternalErrors: elastic training must not retry them.
         (ValueError, lambda: hvd.allreduce(torch.ones(2, device="meta"))),
         (ValueError, lambda: hvd.allreduce_(torch.ones(1).expand(3))),
         (ValueError, lambda: hvd.allreduce(one, name=5)),

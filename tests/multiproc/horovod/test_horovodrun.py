@@ -140,7 +140,7 @@ def ssh(tmp_path, monkeypatch):
 
 
 def test_other_hosts_through_ssh(ssh):
-    # 192.0.2.1 is reserved for documentation, so it is no real host.
+    # 192.0.2.1 is reserved for documentation, so it is not a real host.
     script = (
         "import os; print(os.environ['LOCAL_RANK'], os.environ['HOROVOD_CROSS_RANK'], os.environ['NCCL_SOCKET_IFNAME'], "
         "os.environ['SMD_SECRET'][:0])"

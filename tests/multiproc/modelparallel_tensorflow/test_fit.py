@@ -203,7 +203,7 @@ def test_invalid_calls_raise_on_every_rank():
         "calls": ("SMPMismatchError", "partition 0 batch 1 of `fit` is", "partition 1 batch 1 of `evaluate` is"),
         "no step": ("SMPUsageError", "in the body of a `smp.step` function only, also in a `train_step`"),
         "reduction": ("SMPUnsupportedError", "take a `reduction` other than None"),
-        "masks": ("SMPUnsupportedError", "there are other losses beside it"),
+        "masks": ("SMPUnsupportedError", "the model has other losses beside it"),
     }
     for name, (kind, *texts) in expected.items():
         for found in (first, second):

@@ -22,7 +22,7 @@ _BENCHES = Path(__file__).parents[3] / "benches" / "modelparallel"
 #: The model whose memory is measured has 32 layers of 1 MiB each.
 _LAYERS, _WIDTH = 32, 512
 #: On CPUs, TensorFlow counts the bytes of tensors only in oneDNN's allocator, which is the default on some processors
-#: only. The resident size of the process is no substitute: it also grows with the graph, which contains every
+#: only. The resident size of the process is not a substitute: it also grows with the graph, which contains every
 #: microbatch.
 _COUNTED = {**ENV, "TF_ENABLE_ONEDNN_OPTS": "1"}
 

@@ -51,7 +51,7 @@ def _check_exact():
         optimizer.step()
     optimizer.zero_grad()
     model.backward(loss_of(model(x), y))
-    with pytest.raises(smp.exceptions.SMPUsageError, match="gradients with the loss scale"):
+    with pytest.raises(smp.exceptions.SMPUsageError, match="gradients that are multiplied by the loss scale"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm = smp.clip_grad_norm_(model.parameters(), 1e-3)
     assert optimizer.clip_master_grads(1.0) == pytest.approx(1e-3, rel=1e-3)

@@ -319,7 +319,11 @@ def _check_refusals():
             "SMPConfigError",
             "2 does not divide the data-parallel degree 1",
         ),
-        ({"sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "SMPConfigError", "does not go with"),
+        (
+            {"sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
+            "SMPConfigError",
+            "cannot be combined with",
+        ),
     ):
         with pytest.raises(getattr(smp.exceptions, error), match=text):
             smp.init({**CONFIG, **config})

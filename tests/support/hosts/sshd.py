@@ -1,4 +1,4 @@
-"""A stand-in for `ssh` and its server on the hosts of `support.hosts`.
+"""A replacement for `ssh` and its server on the hosts of `support.hosts`.
 
     python sshd.py serve ADDRESS            runs commands on the host with this address
     python sshd.py run ADDRESS COMMAND      runs a command there and exits with its exit code

@@ -50,7 +50,7 @@ def test_the_launchers_values_override_those_of_the_script(monkeypatch, tmp_path
     [
         ({"partitions": 0}, "smp.init: `partitions` is 0: expected a whole number of at least 1"),
         ({"microbatches": True}, "a whole number of at least 1"),
-        ({"partitions": 2, "pipeline_parallel_degree": 3}, "two names of one number"),
+        ({"partitions": 2, "pipeline_parallel_degree": 3}, "two names of one parameter"),
         ({"pipeline": "fast"}, '"zero_bubble"'),
         ({"optimize": "size"}, '"memory", "speed"'),
         ({"placement_strategy": "DP"}, "D, P and T in any order"),
@@ -145,7 +145,7 @@ def test_groups_equal_the_published_tables():
     assert both.groups("rdp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ConfigError, match="6 processes"):
         _core.ParallelTopology(6, 4, 1, "cluster")
-    with pytest.raises(InvalidArgumentError, match="no kind of group"):
+    with pytest.raises(InvalidArgumentError, match="not a kind of group"):
         both.group("zp", 0)
     with pytest.raises(InvalidArgumentError, match="rank 8 is not below 8"):
         both.coordinates(8)

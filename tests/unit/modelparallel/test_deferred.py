@@ -66,5 +66,5 @@ def test_a_model_in_several_files(tmp_path):
     with pytest.raises(SMPCheckpointError, match=r"part-1.safetensors"):
         hugging_face.read_safetensors(index)
     index.write_text("{}")
-    with pytest.raises(SMPCheckpointError, match="is no index"):
+    with pytest.raises(SMPCheckpointError, match="is not an index"):
         hugging_face.read_safetensors(index)

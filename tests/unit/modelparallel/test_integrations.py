@@ -86,7 +86,7 @@ def test_a_dump_is_verified(job, tmp_path):
 
 
 def test_an_accelerator_divides_data_over_ranks_with_different_data(job, monkeypatch):
-    """Uses a stand-in for accelerate that, like accelerate, keeps its state in attributes that all objects share."""
+    """Uses a replacement for accelerate that, like accelerate, keeps its state in attributes that all objects share."""
 
     class PartialState:
         shared: ClassVar = {}

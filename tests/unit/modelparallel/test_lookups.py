@@ -1,4 +1,4 @@
-"""How scripts and libraries find the package and its version."""
+"""Lookups of the package and its version by scripts and libraries."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from horovod.runner.util.network import Interfaces, get_local_host_intfs
 
 #: Seconds to wait for a host, unless the settings set a time.
 _TIMEOUT_S = 30
-_LOOK_EVERY = 0.2
+_POLL_SECONDS = 0.2
 
 
 class HorovodRunDriverService(driver_service.BasicDriverService):
@@ -63,7 +63,7 @@ class HorovodRunDriverClient(driver_service.BasicDriverClient):
         super().__init__(name, driver_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
 
-def _launch_task(host: str, is_here: bool, told: str, complaints: IO[bytes], settings: Any) -> subprocess.Popen:
+def _launch_task(host: str, is_here: bool, task_input: str, error_files: IO[bytes], settings: Any) -> subprocess.Popen:
     """Start a host's task. Parameters go to its standard input, because other users can read command lines."""
     path = os.environ.get("PYTHONPATH")
     words = [*([f"PYTHONPATH={shlex.quote(path)}"] if path else []), shlex.quote(sys.executable)]
@@ -73,11 +73,11 @@ def _launch_task(host: str, is_here: bool, told: str, complaints: IO[bytes], set
     if settings.verbose >= 2:
         print(f"Launching horovod task function: {command}", flush=True)
     task = subprocess.Popen(
-        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=complaints, text=True
+        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=error_files, text=True
     )
     assert task.stdin is not None
     try:
-        task.stdin.write(told)
+        task.stdin.write(task_input)
         task.stdin.close()
     except BrokenPipeError:
         # The task has ended; the driver reports which tasks are missing.
@@ -96,16 +96,16 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
     limit = settings.start_timeout or Timeout(_TIMEOUT_S, "{activity} took longer than {timeout} seconds")
     driver = HorovodRunDriverService(len(all_host_names), key, settings.nics)
     tasks: list[subprocess.Popen] = []
-    complaints: list[IO[bytes]] = []
+    error_files: list[IO[bytes]] = []
     try:
         for index, host in enumerate(all_host_names):
-            told = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
+            task_settings = (index, len(all_host_names), driver.addresses(), key, limit.remaining(), settings.nics)
             # A file, because a pipe would fill up while tasks run, and processes that they started may keep it open.
-            complaints.append(tempfile.TemporaryFile())  # noqa: SIM115 - closed with the others below
+            error_files.append(tempfile.TemporaryFile())  # noqa: SIM115 - closed with the others below
             is_here = host in local_host_names
-            tasks.append(_launch_task(host, is_here, str(codec.dumps_base64(told)), complaints[-1], settings))
+            tasks.append(_launch_task(host, is_here, str(codec.dumps_base64(task_settings)), error_files[-1], settings))
         for wait in (driver.wait_for_initial_registration, driver.wait_for_task_to_task_address_updates):
-            _wait(wait, limit, all_host_names, tasks, complaints)
+            _wait(wait, limit, all_host_names, tasks, error_files)
         common = driver.get_common_interfaces()
         for task in tasks:
             # Each task waits for the previous one; the addresses are known already.
@@ -117,7 +117,7 @@ def _driver_fn(all_host_names: Sequence[str], local_host_names: set[str], settin
             if task.poll() is None:
                 task.kill()
             task.wait()
-        for file in complaints:
+        for file in error_files:
             file.close()
         driver.shutdown()
 
@@ -127,16 +127,16 @@ def _wait(
     limit: Timeout,
     names: Sequence[str],
     tasks: Sequence[subprocess.Popen],
-    complaints: Sequence[IO[bytes]],
+    error_files: Sequence[IO[bytes]],
 ) -> None:
     """Wait until tasks have registered; stop early if one has ended before that."""
     while True:
         try:
-            return wait(min(_LOOK_EVERY, limit.remaining()))
+            return wait(min(_POLL_SECONDS, limit.remaining()))
         except TimeoutError:
             ended = [
-                f"{name}: {_said(task, told)}"
-                for name, task, told in zip(names, tasks, complaints, strict=True)
+                f"{name}: {_last_error(task, error_file)}"
+                for name, task, error_file in zip(names, tasks, error_files, strict=True)
                 if task.poll()
             ]
             if ended:
@@ -146,9 +146,9 @@ def _wait(
                 raise TimeoutError(f"no answer in time from the hosts {', '.join(silent)}") from None
 
 
-def _said(task: subprocess.Popen, complaints: IO[bytes]) -> str:
-    complaints.seek(0)
-    text = complaints.read().decode(errors="replace").strip()
+def _last_error(task: subprocess.Popen, error_file: IO[bytes]) -> str:
+    error_file.seek(0)
+    text = error_file.read().decode(errors="replace").strip()
     return text.splitlines()[-1] if text else f"exit code {task.returncode}"
 
 

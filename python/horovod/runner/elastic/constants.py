@@ -6,7 +6,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "number of resets during elastic job exceeded lim
 
 
 class HostUpdateResult(IntFlag):
-    """How the hosts of a job have changed."""
+    """The kind of a change of a job's hosts."""
 
     no_update = 0
     removed = 1

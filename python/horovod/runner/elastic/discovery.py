@@ -163,7 +163,7 @@ class HostManager:
         found = self._discovery.find_available_hosts_and_slots()
         with self._lock:
             self._hosts.discover(list(found.items()))
-            return self._look()
+            return self._refresh()
 
     def blacklist(self, host: str) -> None:
         """Stop using a host where a worker failed, for a while or for the rest of the job.
@@ -173,7 +173,7 @@ class HostManager:
         """
         with self._lock:
             self._hosts.ban(host)
-            self._look()
+            self._refresh()
 
     def is_blacklisted(self, host: str) -> bool:
         """Return whether a host may not be used now.
@@ -182,7 +182,7 @@ class HostManager:
             host: Name of the host.
 
         Returns:
-            Whether it is blacklisted.
+            Whether the host is blacklisted.
         """
         with self._lock:
             return bool(self._hosts.is_banned(host))
@@ -203,7 +203,7 @@ class HostManager:
         return [*kept, *(host for host in available if host not in kept)]
 
     def decided_by(self, make: Any) -> Any:
-        """Let another object of the core decide from now on.
+        """Replace the object of the core that decides which hosts are used.
 
         Args:
             make: Creates the object from the hosts so far.
@@ -215,16 +215,16 @@ class HostManager:
             self._hosts = make(self._known)
             return self._hosts
 
-    def look(self) -> HostUpdateResult:
+    def refresh(self) -> HostUpdateResult:
         """Check for hosts whose time on the blacklist has begun or ended, without running the discovery.
 
         Returns:
             The change since the last call.
         """
         with self._lock:
-            return self._look()
+            return self._refresh()
 
-    def _look(self) -> HostUpdateResult:
+    def _refresh(self) -> HostUpdateResult:
         before = self._current
         usable = self._hosts.usable()
         now = self._current = DiscoveredHosts(dict(usable), [name for name, _ in usable])

@@ -1,4 +1,4 @@
-"""An elastic job whose workers are calls of a function, for launchers that start processes by other ways than ssh.
+"""An elastic job whose workers are calls of a function, for launchers that start processes by other means than ssh.
 
 The core decides where each worker runs and when a session begins, as in ``smdrun elastic`` and ``horovodrun --min-np``.
 """
@@ -26,11 +26,11 @@ from smdistributed import _core
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 ELASTIC_TIMEOUT_SECS = 600
 
-#: Seconds in which a worker without a place must end by itself.
-_FAREWELL_SECS = 30
+#: Seconds in which a worker without a rank must end by itself.
+_EXIT_TIMEOUT_SECS = 30
 
 #: A worker's host and slot.
-Place = tuple[str, int]
+SlotKey = tuple[str, int]
 
 
 class Results:
@@ -47,11 +47,11 @@ class Results:
 
 
 class _Worker:
-    def __init__(self, number: int, place: Place) -> None:
+    def __init__(self, number: int, slot: SlotKey) -> None:
         self.number = number
-        self.place = place
+        self.slot = slot
         self.stop = threading.Event()
-        #: Number of the last session in which it had a place.
+        #: Number of the last session in which it had a rank.
         self.session = 0
         #: Whether it waits for a session.
         self.is_waiting = False
@@ -63,7 +63,7 @@ class ElasticDriver:
     """Drives an elastic job.
 
     Args:
-        rendezvous: A :class:`~horovod.runner.http.http_server.RendezvousServer`, which gets the places of each session.
+        rendezvous: A :class:`~horovod.runner.http.http_server.RendezvousServer`, which gets the ranks of each session.
         discovery: Finds hosts; called every second.
         min_num_proc: Least number of slots of a session.
         max_num_proc: Largest number of slots of a session; ``None`` means all.
@@ -96,10 +96,10 @@ class ElasticDriver:
         self._core: Any = None
         self._create_worker: Callable[[SlotInfo, list[threading.Event]], tuple[int, float]] | None = None
         self._workers: dict[int, _Worker] = {}
-        self._seats: dict[Place, SlotInfo] = {}
+        self._assignments: dict[SlotKey, SlotInfo] = {}
         # Number of sessions so far. Workers that start before the first session count as its workers.
         self._session = 0
-        self._results: dict[Place, tuple[int, float]] = {}
+        self._results: dict[SlotKey, tuple[int, float]] = {}
         self._error: str | None = None
         self._shutdown = threading.Event()
         self._finished = threading.Event()
@@ -116,7 +116,7 @@ class ElasticDriver:
 
         Args:
             num_proc: Number of slots that the first session waits for.
-            create_worker_fn: Runs a worker to its end, in a thread of its own. It gets the worker's place and events;
+            create_worker_fn: Runs a worker to its end, in a thread of its own. It gets the worker's slot and events;
                 when an event is set, the worker is to end. It returns the exit code and the time of the end in seconds
                 since 1970.
 
@@ -146,16 +146,16 @@ class ElasticDriver:
 
         def enough() -> bool:
             hosts = self._host_manager.current_hosts
-            is_there = hosts.count_available_slots() >= min_num_proc and len(hosts.host_assignment_order) >= min_hosts
-            return is_there or self._shutdown.is_set()
+            are_enough = hosts.count_available_slots() >= min_num_proc and len(hosts.host_assignment_order) >= min_hosts
+            return are_enough or self._shutdown.is_set()
 
         with self._changed:
             if not self._changed.wait_for(enough, self._timeout):
                 current = self._host_manager.current_hosts
-                there, hosts = current.count_available_slots(), len(current.available_hosts)
+                num_slots, hosts = current.count_available_slots(), len(current.available_hosts)
                 raise TimeoutException(
                     f"timed out after {self._timeout:.0f} s waiting for the minimum number of slots to become "
-                    f"available: there are {there} of {min_num_proc}, on {hosts} host(s)"
+                    f"available: there are {num_slots} of {min_num_proc}, on {hosts} host(s)"
                 )
             if self._shutdown.is_set():
                 raise RuntimeError(f"the job has ended: {self._error or 'it was stopped'}")
@@ -165,15 +165,15 @@ class ElasticDriver:
 
         Returns:
             How the job ended, and how the workers of its last session ended. Workers of earlier sessions do not count.
-            If the
-            job succeeded, neither do workers of a blacklisted host: the session continues or ends without that host.
+            If the job succeeded, neither do workers of a blacklisted host: the session continues or ends without
+            that host.
         """
         self._finished.wait()
         with self._changed:
             results = self._results
             if self._error is None:
-                banned = {place for place in results if self._host_manager.is_blacklisted(place[0])}
-                results = {place: result for place, result in results.items() if place not in banned}
+                banned = {slot for slot in results if self._host_manager.is_blacklisted(slot[0])}
+                results = {slot: result for slot, result in results.items() if slot not in banned}
             return Results(self._error, {f"{host}[{slot}]": result for (host, slot), result in results.items()})
 
     def stop(self, error_message: str | None = None) -> None:
@@ -198,16 +198,16 @@ class ElasticDriver:
         """Return whether the job has ended.
 
         Returns:
-            Whether it has.
+            ``True`` after the last session.
         """
         return self._finished.is_set()
 
     # Methods for workers and for the code that starts them.
 
     def record_ready(self, host: str, slot: int) -> None:
-        """Record that a worker asks for a place in the next session, and wait until the session begins.
+        """Record that a worker requests a rank in the next session, and wait until the session begins.
 
-        The call also returns when there is no place for the worker any more.
+        The call also returns when there is no rank for the worker any more.
 
         Args:
             host: Name of the host.
@@ -220,21 +220,21 @@ class ElasticDriver:
                 self._changed.wait_for(lambda: not worker.is_waiting or worker.stop.is_set() or self._finished.is_set())
 
     def entered(self, host: str, slot: int) -> None:
-        """Record that a worker asks for a place, as :meth:`record_ready`, without waiting.
+        """Record that a worker requests a rank, as :meth:`record_ready`, without waiting.
 
         Args:
             host: Name of the host.
             slot: Number of the slot on the host.
 
         Raises:
-            RuntimeError: There is no worker at this place.
+            RuntimeError: There is no worker in this slot.
         """
         with self._changed:
             worker = self._worker(host, slot)
             if worker is None:
                 raise RuntimeError(f"there is no worker {host}[{slot}]")
             worker.is_waiting = True
-            self._seats.pop(worker.place, None)
+            self._assignments.pop(worker.slot, None)
             self._core.entered(worker.number)
             self._acts()
 
@@ -256,7 +256,7 @@ class ElasticDriver:
         """Return a client of the service at which a worker receives notices of hosts.
 
         Args:
-            slot_info: The worker's place.
+            slot_info: The worker's slot.
 
         Returns:
             The client; ``None`` if the worker has registered no service.
@@ -267,47 +267,47 @@ class ElasticDriver:
         return WorkerNotificationClient(*server) if server is not None else None
 
     def get_slot_info(self, host: str, slot: int) -> SlotInfo:
-        """Return a worker's place in the current session.
+        """Return a worker's rank in the current session.
 
         Args:
             host: Name of the host.
             slot: Number of the slot on the host.
 
         Returns:
-            The place; one with rank -1 if the worker has none.
+            The slot with the ranks; with rank -1 if the worker has none.
         """
         with self._changed:
-            return self._seats.get((host, slot), INVALID_SLOT_INFO)
+            return self._assignments.get((host, slot), INVALID_SLOT_INFO)
 
     @property
     def host_assignments(self) -> dict[str, list[SlotInfo]]:
-        """The places of the present session by host, those of a host in the order of local ranks."""
+        """The slots and ranks of the current session by host, those of a host in the order of local ranks."""
         found: dict[str, list[SlotInfo]] = {}
         with self._changed:
-            for slot in sorted(self._seats.values(), key=lambda slot: slot.rank):
+            for slot in sorted(self._assignments.values(), key=lambda slot: slot.rank):
                 found.setdefault(slot.hostname, []).append(slot)
         return found
 
     def has_rank_assignment(self, host: str, slot: int) -> bool:
-        """Return whether a worker has a place in the current session.
+        """Return whether a worker has a rank in the current session.
 
         Args:
             host: Name of the host.
             slot: Number of the slot on the host.
 
         Returns:
-            Whether it has.
+            ``True`` if the worker has a rank in the session.
         """
         return self.get_slot_info(host, slot).rank != -1
 
     def get_coordinator_info(self) -> SlotInfo | None:
-        """Return the place of rank 0.
+        """Return the slot of rank 0.
 
         Returns:
-            The place, or ``None`` before the first session.
+            The slot, or ``None`` before the first session.
         """
         with self._changed:
-            return next((slot for slot in self._seats.values() if slot.rank == 0), None)
+            return next((slot for slot in self._assignments.values() if slot.rank == 0), None)
 
     def world_size(self) -> int:
         """Return the number of workers of the current session.
@@ -316,7 +316,7 @@ class ElasticDriver:
             The number.
         """
         with self._changed:
-            return len(self._seats)
+            return len(self._assignments)
 
     def local_size(self, host: str) -> int:
         """Return the number of workers of a host in the current session.
@@ -328,7 +328,7 @@ class ElasticDriver:
             The number.
         """
         with self._changed:
-            return sum(name == host for name, _ in self._seats)
+            return sum(name == host for name, _ in self._assignments)
 
     @property
     def host_manager(self) -> HostManager:
@@ -338,8 +338,8 @@ class ElasticDriver:
     # Methods of the driver's own threads.
 
     def _worker(self, host: str, slot: int) -> _Worker | None:
-        """Return the living worker, if several have had the place."""
-        return next((worker for worker in reversed(self._workers.values()) if worker.place == (host, slot)), None)
+        """Return the living worker of a slot, which earlier workers may have had."""
+        return next((worker for worker in reversed(self._workers.values()) if worker.slot == (host, slot)), None)
 
     def _discover_hosts(self) -> None:
         has_worked = False
@@ -351,7 +351,7 @@ class ElasticDriver:
                 if not has_worked:
                     self.stop(f"the discovery of hosts failed: {error}")
                     return
-                self._say(f"the discovery of hosts failed, the last ones stay: {error}")
+                self._log(f"the discovery of hosts failed, the last ones are used: {error}")
             else:
                 with self._changed:
                     if change != HostUpdateResult.no_update:
@@ -379,7 +379,7 @@ class ElasticDriver:
 
     def _fail(self, error: BaseException) -> None:
         """End a job that cannot continue, because actions of the core were lost. The caller holds the lock."""
-        self._error = self._error or f"the job could not be driven on: {error!r}"
+        self._error = self._error or f"the driver of the job failed: {error!r}"
         for worker in self._workers.values():
             worker.stop.set()
         self._finish()
@@ -387,10 +387,10 @@ class ElasticDriver:
 
     def _act(self) -> None:
         """Execute the actions that the core requests. The caller holds the lock."""
-        for kind, numbers, place, kinds, text in self._core.take_actions():
+        for kind, numbers, slot, kinds, text in self._core.take_actions():
             workers = [self._workers[number] for number in numbers if number in self._workers]
             if kind == "start":
-                self._start_worker(_Worker(numbers[0], place))
+                self._start_worker(_Worker(numbers[0], slot))
             elif kind == "stop":
                 # A worker may have ended since the core decided that.
                 for worker in workers:
@@ -399,12 +399,12 @@ class ElasticDriver:
                 for worker in workers:
                     self._remove(worker)
             elif kind == "seat":
-                self._seat(workers)
+                self._assign_ranks(workers)
             elif kind == "notify":
-                self._tell(HostUpdateResult(kinds))
+                self._queue_notice(HostUpdateResult(kinds))
             else:
-                self._say(text)
-        self._host_manager.look()
+                self._log(text)
+        self._host_manager.refresh()
         outcome = self._core.outcome()
         if outcome is not None and not self._finished.is_set():
             is_done, why = outcome
@@ -420,11 +420,11 @@ class ElasticDriver:
 
     def _start_worker(self, worker: _Worker) -> None:
         hosts = self._host_manager
-        hosts.look()
+        hosts.refresh()
         found = hosts.current_hosts
         listed = [HostInfo(name, found.get_slots(name)) for name in found.host_assignment_order]
         slots = get_host_assignments(listed, 0, self._max_num_proc)
-        slot = next((slot for slot in slots if (slot.hostname, slot.local_rank) == worker.place), INVALID_SLOT_INFO)
+        slot = next((slot for slot in slots if (slot.hostname, slot.local_rank) == worker.slot), INVALID_SLOT_INFO)
         self._workers[worker.number] = worker
         in_thread(self._run_worker, (worker, slot), name=f"horovod-worker-{worker.number}")
 
@@ -437,34 +437,34 @@ class ElasticDriver:
             code, at = error.code if isinstance(error.code, int) else int(error.code is not None), time.time()
         except BaseException as error:
             code, at, why = 1, time.time(), repr(error)
-        host, number = worker.place
+        host, number = worker.slot
         if code == 0:
             self._worker_registry.record_success(host, number)
         else:
             self._worker_registry.record_failure(host, number)
         with self._changed:
             del self._workers[worker.number]
-            self._seats.pop(worker.place, None)
+            self._assignments.pop(worker.slot, None)
             if worker.session == self._session:
-                self._results[worker.place] = (code, at)
+                self._results[worker.slot] = (code, at)
             failure = None if code == 0 else why or f"{host}[{number}] exit with status code {code}"
             self._core.ended(worker.number, failure)
             self._acts()
 
     def _remove(self, worker: _Worker) -> None:
-        self._seats.pop(worker.place, None)
+        self._assignments.pop(worker.slot, None)
         worker.is_waiting = False
-        patience = threading.Timer(_FAREWELL_SECS, worker.stop.set)
-        patience.daemon = True
-        patience.start()
+        exit_timer = threading.Timer(_EXIT_TIMEOUT_SECS, worker.stop.set)
+        exit_timer.daemon = True
+        exit_timer.start()
 
-    def _seat(self, workers: list[_Worker]) -> None:
+    def _assign_ranks(self, workers: list[_Worker]) -> None:
         self._session += 1
         self._results.clear()
         local: dict[str, int] = collections.Counter()
         slots = []
         for rank, worker in enumerate(workers):
-            host = worker.place[0]
+            host = worker.slot[0]
             slots.append(SlotInfo(host, rank, local[host], 0, len(workers)))
             local[host] += 1
             worker.is_waiting = False
@@ -475,12 +475,12 @@ class ElasticDriver:
             across[slot.local_rank] += 1
         for slot in slots:
             slot.cross_size = across[slot.local_rank]
-        self._seats = {worker.place: slot for worker, slot in zip(workers, slots, strict=True)}
+        self._assignments = {worker.slot: slot for worker, slot in zip(workers, slots, strict=True)}
         self._worker_registry.reset()
         self._rendezvous.init(slots)
 
-    def _tell(self, kinds: HostUpdateResult) -> None:
-        coordinator = min(self._seats, key=lambda place: self._seats[place].rank, default=None)
+    def _queue_notice(self, kinds: HostUpdateResult) -> None:
+        coordinator = min(self._assignments, key=lambda slot: self._assignments[slot].rank, default=None)
         worker = self._worker(*coordinator) if coordinator is not None else None
         if worker is not None:
             self._notices.put((worker, time.time(), kinds))
@@ -496,8 +496,10 @@ class ElasticDriver:
             try:
                 WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)
             except Exception as error:
-                self._say(f"worker {worker.place[0]}[{worker.place[1]}] did not take the news of hosts: {error}")
+                self._log(
+                    f"worker {worker.slot[0]}[{worker.slot[1]}] did not receive the notice of changed hosts: {error}"
+                )
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._verbose:
             print(f"horovod: {text}", file=sys.stderr, flush=True)

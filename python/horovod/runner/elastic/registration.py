@@ -74,7 +74,7 @@ class WorkerStateRegistry:
             return set(self._states)
 
     def record_ready(self, host: str, slot: int) -> None:
-        """Record that a worker asks for a place in the next session.
+        """Record that a worker requests a rank in the next session.
 
         Args:
             host: Name of the host.

@@ -1,4 +1,4 @@
-"""The store from which workers of an elastic job get their places."""
+"""The store from which workers of an elastic job get their ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def create_rendezvous_handler(driver: Any) -> type[RendezvousHandler]:
     """Create the handler of a :class:`~horovod.runner.http.http_server.RendezvousServer` of a driver.
 
     ``GET rank_and_size/<host>:<slot>`` is answered when the next session begins. The answer is ``rank,size,local_rank,
-    local_size,cross_rank,cross_size``; the rank is -1 if there is no place for the worker any more. ``PUT
+    local_size,cross_rank,cross_size``; the rank is -1 if the worker is not part of the job any more. ``PUT
     worker_addresses/<host>:<slot>`` registers, as JSON, where a worker receives notices of hosts: by interface a list
     of addresses and ports.
 
@@ -30,25 +30,25 @@ def create_rendezvous_handler(driver: Any) -> type[RendezvousHandler]:
         def _get(self, scope: str, key: str) -> tuple[int, bytes]:
             if scope != RANK_AND_SIZE:
                 return super()._get(scope, key)
-            place = _place(key)
-            if place is None:
+            slot = _slot_of(key)
+            if slot is None:
                 return BAD_REQUEST, b""
-            driver.record_ready(*place)
-            return OK, driver.get_slot_info(*place).to_response_string().encode()
+            driver.record_ready(*slot)
+            return OK, driver.get_slot_info(*slot).to_response_string().encode()
 
         def _put(self, scope: str, key: str, value: bytes) -> tuple[int, bytes]:
             if scope != WORKER_ADDRESSES:
                 return super()._put(scope, key, value)
-            place = _place(key)
-            if place is None:
+            slot = _slot_of(key)
+            if slot is None:
                 return BAD_REQUEST, b""
             found = {name: [(ip, int(port)) for ip, port in addresses] for name, addresses in json.loads(value).items()}
-            driver.register_worker_server(*place, found, self.server.key)
+            driver.register_worker_server(*slot, found, self.server.key)
             return OK, b""
 
     return ElasticRendezvousHandler
 
 
-def _place(key: str) -> tuple[str, int] | None:
+def _slot_of(key: str) -> tuple[str, int] | None:
     host, _, slot = key.rpartition(":")
     return (host, int(slot)) if host and slot.isdigit() else None

@@ -11,7 +11,7 @@ from horovod.runner.elastic.constants import HostUpdateResult as HostUpdateResul
 
 
 class HostsUpdatedRequest:
-    """Says that hosts have joined or left.
+    """A message that hosts have joined or left.
 
     Args:
         timestamp: Time of the change in seconds since 1970.

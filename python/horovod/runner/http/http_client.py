@@ -17,7 +17,7 @@ try:
 except ImportError:
     cloudpickle = pickle
 
-#: Seconds to wait for an answer, except for a place in an elastic job, which takes until the next session.
+#: Seconds to wait for an answer, except for a rank in an elastic job, which takes until the next session.
 _TIMEOUT_S = 600
 #: Seconds after which the failure of a host is noticed.
 _KEEPALIVE_S = 30
@@ -46,7 +46,7 @@ def request(
     """
     proof = secret_key or secret.from_environment()
     if proof is None:
-        raise RuntimeError(f"the store needs the job's secret: give `secret_key`, or set `{secret.HOROVOD_SECRET_KEY}`")
+        raise RuntimeError(f"the store needs the job's secret: pass `secret_key`, or set `{secret.HOROVOD_SECRET_KEY}`")
     path, nonce = f"/{scope}/{key}", secrets.token_hex(16)
     headers = http_server.headers_of_request(proof, method, path, nonce, body)
     connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
@@ -63,7 +63,7 @@ def request(
         connection.close()
     expected = http_server.digest_of_answer(proof, answer.status, nonce, value)
     if not hmac.compare_digest(expected.encode(), answer.headers.get(http_server.DIGEST, "").encode()):
-        raise RuntimeError(f"what answers at {addr}:{port} does not know this job's secret")
+        raise RuntimeError(f"the server at {addr}:{port} does not know this job's secret")
     if answer.status == http_server.NOT_FOUND:
         raise RuntimeError(f"the store at {addr}:{port} has no value {scope}/{key}")
     if answer.status != http_server.OK:

@@ -26,7 +26,7 @@ OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, FAILED = 200, 400, 403, 404, 500
 NONCE, HASH, DIGEST = "X-Horovod-Nonce", "X-Horovod-Hash", "X-Horovod-Digest"
 #: Seconds after which a client that has not authenticated its request is disconnected.
 _GREETING_TIME = 20
-#: Scope of the places that workers ask for.
+#: Scope of the ranks that workers request.
 RANK_AND_SIZE = "rank_and_size"
 
 
@@ -175,7 +175,7 @@ class KVStoreHTTPServer(ThreadingHTTPServer):
             nonce: The number.
 
         Returns:
-            Whether it is new.
+            ``True`` if it was not used before.
         """
         with self._lock:
             if not nonce or nonce in self._nonces:
@@ -258,7 +258,7 @@ class RendezvousHTTPServer(KVStoreHTTPServer):
         self._left: dict[str, set[str]] = collections.defaultdict(set)
 
     def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
-        """Replace the places of processes, and delete values for the processes before.
+        """Replace the ranks of processes, and delete values for the processes before.
 
         Args:
             host_alloc_plan: The places.
@@ -342,7 +342,7 @@ class KVStoreServer(_Service):
 
 
 class RendezvousServer(_Service):
-    """A key-value store that contains the places of processes.
+    """A key-value store that contains the ranks of processes.
 
     Args:
         verbose: 2 logs requests.
@@ -365,7 +365,7 @@ class RendezvousServer(_Service):
         return self._run(RendezvousHTTPServer(handler_cls, self.key, self._verbose))
 
     def init(self, host_alloc_plan: Iterable[SlotInfo]) -> None:
-        """Publish the places of processes, each at ``rank_and_size/<host>:<local rank>``.
+        """Publish the ranks of processes, each at ``rank_and_size/<host>:<local rank>``.
 
         Args:
             host_alloc_plan: The places.

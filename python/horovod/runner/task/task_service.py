@@ -11,7 +11,7 @@ from horovod.runner.common.util.timeout import Timeout
 
 
 class TaskToTaskAddressCheckFinishedSignal:
-    """Says that the task before has reached this one."""
+    """A message that the task before has reached this one."""
 
 
 class HorovodRunTaskService(task_service.BasicTaskService):
@@ -45,7 +45,7 @@ class HorovodRunTaskService(task_service.BasicTaskService):
             TimeoutException: The wait took longer.
         """
         if not self._found.wait(timeout.remaining()):
-            timeout.check_time_out_for("the address check of the task before")
+            timeout.check_time_out_for("the address check of the previous task")
 
 
 class HorovodRunTaskClient(task_service.BasicTaskClient):
@@ -75,5 +75,5 @@ class HorovodRunTaskClient(task_service.BasicTaskClient):
         super().__init__(name, task_addresses, key, verbose, match_intf, probe_timeout, attempts)
 
     def task_to_task_address_check_completed(self) -> None:
-        """It has been found."""
+        """Report that the check of addresses between tasks is complete."""
         self._send(TaskToTaskAddressCheckFinishedSignal())

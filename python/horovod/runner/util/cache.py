@@ -21,7 +21,7 @@ class Cache:
     Args:
         cache_folder: The folder, which is created.
         cache_staleness_threshold_in_minutes: Age at which values expire.
-        parameters_hash: What values depend on; with another hash, earlier values are ignored.
+        parameters_hash: Hash of the parameters; values that were stored with another hash are ignored.
     """
 
     def __init__(self, cache_folder: str, cache_staleness_threshold_in_minutes: float, parameters_hash: str) -> None:

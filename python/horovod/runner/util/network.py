@@ -44,12 +44,12 @@ def get_local_host_intfs() -> dict[str, str]:
         Addresses by name.
     """
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                # It has none.
+                # The interface has no address.
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
@@ -104,4 +104,4 @@ def get_driver_ip(nics: Iterable[str] | None) -> str:
     for name in nics or [name for name in interfaces if name != "lo"] or interfaces:
         if name in interfaces:
             return interfaces[name]
-    raise RuntimeError(f"none of the interfaces {sorted(nics or [])} is here: there are {sorted(interfaces)}")
+    raise RuntimeError(f"this host has none of the interfaces {sorted(nics or [])}: it has {sorted(interfaces)}")

@@ -28,7 +28,7 @@ def in_thread(
         The thread.
 
     Raises:
-        ValueError: `args` is no tuple.
+        ValueError: `args` is not a tuple.
     """
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
@@ -69,7 +69,7 @@ def on_event(
         The thread.
 
     Raises:
-        ValueError: ``event`` is missing, ``args`` is no tuple, or nothing could end a thread that the process waits
+        ValueError: ``event`` is missing, ``args`` is not a tuple, or nothing could end a thread that the process waits
             for.
     """
     if event is None:

@@ -158,7 +158,7 @@ def _features(rows: Sequence[Any], names: Sequence[str], shapes: Any) -> list[np
 
 
 def shaped(arrays: Sequence[np.ndarray], shapes: Any) -> list[np.ndarray]:
-    """Give arrays the shapes that a model expects.
+    """Reshape arrays to the shapes that a model expects.
 
     Args:
         arrays: An array for each column.

@@ -31,10 +31,13 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "val_batch_size": (None, "rows of each rank in a validation step; batch_size by default"),
     "epochs": (1, "number of epochs"),
     "verbose": (1, "0 prints nothing"),
-    "shuffle_buffer_size": (None, "rows that are shuffled together; all of the rank by default, 0 does not shuffle"),
+    "shuffle_buffer_size": (
+        None,
+        "rows that are shuffled together; all rows of the rank by default, 0 does not shuffle",
+    ),
     "shuffle": (True, "whether training rows are shuffled"),
     "partitions_per_process": (1, "files of intermediate data for each process"),
-    "run_id": (None, "name of the run; a run with a checkpoint goes on from it"),
+    "run_id": (None, "name of the run; a run with a checkpoint resumes from it"),
     "train_steps_per_epoch": (None, "steps of an epoch; by default each row is read at least once"),
     "validation_steps_per_epoch": (None, "steps of a validation; by default each row is read once"),
     "transformation_fn": (None, "takes a pandas data frame of rows and returns the one to train with"),
@@ -59,13 +62,13 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
 #: Parameters of all models.
 MODEL: dict[str, tuple[Any, str]] = {
     "model": (None, "the trained model"),
-    "history": (None, "figures of the training"),
+    "history": (None, "metrics of the training"),
     "feature_columns": (None, "columns that the model takes"),
     "label_columns": (None, "columns of the labels"),
     "output_cols": (None, "columns of the outputs; `<label>__output` by default"),
     "input_shapes": (None, "shape of each feature, with -1 for the rows"),
     "custom_objects": (None, "custom objects of the model by name"),
-    "batch_size": (256, "rows that the model takes at once"),
+    "batch_size": (256, "rows of one call of the model"),
     "run_id": (None, "name of the run"),
 }
 

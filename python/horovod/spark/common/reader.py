@@ -32,7 +32,7 @@ class _Piece:
 
 
 def _divided(pieces: Sequence[_Piece], size: int) -> list[list[_Piece]]:
-    """Give row groups to ranks, so that the ranks have about the same number of rows."""
+    """Assign row groups to ranks, so that the ranks have about the same number of rows."""
     if len(pieces) < size:
         # Fewer row groups than ranks: each rank reads a part of each.
         return [[piece.part(rank, size) for piece in pieces] for rank in range(size)]

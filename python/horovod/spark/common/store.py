@@ -1,4 +1,4 @@
-"""Where estimators keep intermediate data and checkpoints.
+"""Stores of intermediate data and checkpoints of estimators.
 
 A path of a store is a URI, which Spark and pyarrow understand. Local files need nothing more, other file systems
 ``fsspec`` with the package for their scheme, and HDFS the ``libhdfs`` of a Hadoop installation.
@@ -135,7 +135,7 @@ class FilesystemStore(Store):
         """Return whether runs are saved.
 
         Returns:
-            Whether they are.
+            ``True`` if runs are saved.
         """
         return self._save_runs
 
@@ -233,7 +233,7 @@ class FilesystemStore(Store):
             path: The URI.
 
         Returns:
-            Whether there is.
+            ``True`` if there is one.
         """
         from pyarrow import fs
 

@@ -30,7 +30,7 @@ def package_of(model: Any) -> str:
         ``keras`` for Keras 3, or ``tf_keras``.
 
     Raises:
-        ValueError: The object is no model of Keras.
+        ValueError: The object is not a model of Keras.
     """
     for cls in type(model).__mro__:
         package = cls.__module__.partition(".")[0]

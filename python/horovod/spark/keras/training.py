@@ -18,7 +18,7 @@ from horovod.spark.common.reader import Shard
 
 @dataclass
 class Task:
-    """What a rank trains.
+    """The model and the data that a rank trains.
 
     Attributes:
         package: ``keras`` or ``tf_keras``.
@@ -162,7 +162,7 @@ def _resume(model: Any, plain: dict[str, Any], hvd: Any) -> tuple[int, dict[str,
         epoch, history, weights = pickle.loads(store.read(path))
         model.set_weights(weights)
     if hvd.rank() == 0 and epoch and plain["verbose"]:
-        print(f"run {plain['run_id']} goes on after epoch {epoch}", flush=True)
+        print(f"run {plain['run_id']} resumes after epoch {epoch}", flush=True)
     return epoch, history
 
 

@@ -20,7 +20,7 @@ _LIGHTNING: dict[str, tuple[Any, str]] = {
     "num_gpus": (None, "without effect"),
     "logger": (None, "logger of rank 0's trainer"),
     "log_every_n_steps": (50, "steps between two lines of the logger"),
-    "terminate_on_nan": (False, "whether numbers that are not finite end the training"),
+    "terminate_on_nan": (False, "whether a number that is not finite ends the training"),
     "profiler": (None, "profiler of the trainers"),
 }
 

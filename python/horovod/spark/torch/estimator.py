@@ -16,7 +16,7 @@ from horovod.spark.common.params import with_params
 from horovod.spark.torch import training
 
 _TORCH: dict[str, tuple[Any, str]] = {
-    "loss_constructors": (None, "functions that make the losses, instead of `loss`"),
+    "loss_constructors": (None, "functions that create the losses, instead of `loss`"),
     "train_minibatch_fn": (None, "without effect"),
 }
 

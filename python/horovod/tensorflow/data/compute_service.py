@@ -20,7 +20,7 @@ from horovod.runner.common.util.network import Addresses
 
 _SIDES = ("compute", "training")
 #: Seconds between checks for a file that another process will create.
-_LOOK_EVERY = 0.1
+_POLL_SECONDS = 0.1
 #: For each service, the numbers of datasets that ranks share.
 _shared: dict[bytes, Iterator[int]] = {}
 
@@ -77,7 +77,7 @@ class TfDataServiceConfig:
         """Create a configuration from a dictionary.
 
         Args:
-            conf: What :meth:`to_dict` returned.
+            conf: The result of :meth:`to_dict`.
 
         Returns:
             The configuration.
@@ -110,7 +110,7 @@ class TfDataServiceConfig:
             The configuration.
         """
         while wait_for_file_creation and not os.path.exists(filename):
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
         with open(filename) as file:
             return TfDataServiceConfig.from_dict(json.load(file))
 

@@ -17,7 +17,7 @@ from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
 
 #: Seconds between checks for a service that another process will start.
-_LOOK_EVERY = 0.2
+_POLL_SECONDS = 0.2
 
 
 def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) -> None:
@@ -30,7 +30,7 @@ def main(dispatchers: int, dispatcher_side: str, filename: str, timeout: int) ->
         timeout: Longest wait for dispatchers and workers, in seconds.
 
     Raises:
-        ValueError: The number of processes is no multiple of the number of dispatchers.
+        ValueError: The number of processes is not a multiple of the number of dispatchers.
     """
     index, size = get_env_rank_and_size()
     if dispatchers < 1 or size % dispatchers:
@@ -65,7 +65,7 @@ def _service_that_answers(filename: str, seconds: float) -> TfDataServiceConfig:
         except NoValidAddressesFound:
             if time.monotonic() > end:
                 raise
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
         else:
             return config
 
@@ -78,15 +78,21 @@ def run_commandline(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m horovod.tensorflow.data.compute_worker", description=__doc__)
     parser.add_argument(
-        "configfile", help="is written by the first process, and read by others and by the training job"
+        "configfile", help="file that the first process writes, and that the other processes and the training job read"
     )
     parser.add_argument(
-        "--dispatchers", type=int, default=1, help="dispatchers; each has as many of the processes as workers"
+        "--dispatchers",
+        type=int,
+        default=1,
+        help="number of dispatchers, over which the worker processes are spread evenly",
     )
     parser.add_argument(
-        "--dispatcher-side", choices=("training", "compute"), default="compute", help="which job runs them"
+        "--dispatcher-side",
+        choices=("training", "compute"),
+        default="compute",
+        help="the job that runs the dispatchers",
     )
-    parser.add_argument("--timeout", type=int, default=60, help="longest wait for dispatchers and workers, in seconds")
+    parser.add_argument("--timeout", type=int, default=60, help="timeout for dispatchers and workers, in seconds")
     args = parser.parse_args(argv)
     main(args.dispatchers, args.dispatcher_side, args.configfile, args.timeout)
 

@@ -90,7 +90,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         """Continue from a position.
 
         Args:
-            state_dict: What :meth:`state_dict` returned.
+            state_dict: The result of :meth:`state_dict`.
         """
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]

@@ -44,15 +44,15 @@ class StateHandler:
         """Return the saved state.
 
         Returns:
-            What :meth:`save` kept.
+            The state that :meth:`save` kept.
         """
         return self._saved
 
-    def take(self, saved: Any) -> None:
+    def restore_from(self, saved: Any) -> None:
         """Return to a state that another process has saved.
 
         Args:
-            saved: What :meth:`saved` returned there.
+            saved: The result of :meth:`saved` in that process.
         """
         self._saved = saved
         self.restore()
@@ -235,15 +235,15 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.reset()
 
-    def _what_is_saved(self) -> Any:
+    def _committed_state(self) -> Any:
         own = {name: handler.saved() for name, handler in self._handlers.items()}
-        return own, super()._what_is_saved()
+        return own, super()._committed_state()
 
-    def _take(self, saved: Any) -> None:
+    def _restore_saved(self, saved: Any) -> None:
         own, objects = saved
         for name, value in own.items():
-            self._handlers[name].take(value)
-        super()._take(objects)
+            self._handlers[name].restore_from(value)
+        super()._restore_saved(objects)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

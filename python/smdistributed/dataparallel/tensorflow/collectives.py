@@ -53,7 +53,7 @@ def allreduce(
         The reduced tensor, of the same shape and type; bitwise the same on every rank.
 
     Raises:
-        ValueError: ``param_index`` is not in ``0 .. num_params - 1``, or ``op`` is no reduction.
+        ValueError: ``param_index`` is not in ``0 .. num_params - 1``, or ``op`` is not a reduction.
     """
     if not (isinstance(param_index, Integral) and isinstance(num_params, Integral) and 0 <= param_index < num_params):
         raise ValueError(
@@ -93,7 +93,7 @@ def oob_allreduce(
 
 
 def broadcast(tensor: tf.Tensor, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Give every rank the values of rank ``root_rank``.
+    """Broadcast the values of rank ``root_rank`` to all ranks.
 
     Ranks may call it in any order, as :func:`oob_allreduce`.
 
@@ -150,7 +150,7 @@ def grouped_all_reduce(
 
 
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
-    """Give every rank the rows of all ranks. An extension.
+    """Gather the rows of all ranks on every rank. An extension.
 
     Args:
         tensor: ``[rows, ...]``, of the same type on all ranks and, but for the number of rows, of the same shape.
@@ -230,7 +230,7 @@ def call(op: Any, /, **arguments: Any) -> Any:
         **arguments: Arguments of the operation.
 
     Returns:
-        What the operation returns.
+        The result of the operation.
 
     Raises:
         SmdistributedError: The operation failed in eager mode.

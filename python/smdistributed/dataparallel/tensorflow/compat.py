@@ -63,7 +63,7 @@ def _adapt_keras3() -> None:
             cls.variables = _callable(vars(cls)["variables"])
     base.__init__ = _taking_lr(base.__init__)
     base.apply_gradients = _taking_old_arguments(base.apply_gradients)
-    base.lr = property(_get_learning_rate, _set_learning_rate, doc="The learning rate, under its old name.")
+    base.lr = property(_get_learning_rate, _set_learning_rate, doc="The learning rate; alias of ``learning_rate``.")
     base.minimize = minimize
     base.get_gradients = get_gradients
     keras.metrics.Metric.reset_states = reset_states
@@ -177,7 +177,7 @@ def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None =
         tape: The tape that recorded ``loss``; needed if ``loss`` is a tensor.
 
     Returns:
-        What ``apply_gradients`` returns.
+        The result of ``apply_gradients``.
 
     Raises:
         ValueError: ``loss`` is a tensor, and there is no tape.

@@ -59,7 +59,7 @@ class FP16Compression:
 
         Args:
             tensor: The reduced tensor.
-            ctx: What :meth:`compress` returned with it.
+            ctx: The context that :meth:`compress` returned.
 
         Returns:
             The tensor in its own type.

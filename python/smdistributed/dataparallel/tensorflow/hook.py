@@ -10,7 +10,7 @@ from smdistributed.dataparallel.tensorflow.variables import broadcast_global_var
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Give all global variables the values of one rank when a ``MonitoredTrainingSession`` is created.
+    """Broadcast all global variables from one rank when a ``MonitoredTrainingSession`` is created.
 
     All ranks then start from the same values, whether these are random or come from a checkpoint that one rank has
     read.

@@ -14,7 +14,7 @@ def underlying(variable: Any) -> Any:
         variable: Any object.
 
     Returns:
-        The ``tf.Variable``, or the object itself if it is no variable of Keras 3.
+        The ``tf.Variable``, or the object itself if it is not a variable of Keras 3.
     """
     if isinstance(variable, tf.Variable):
         return variable

@@ -24,7 +24,7 @@ def of(function: str, name: str | None) -> str:
     the same function. Otherwise it is the caller's, or else the number of the call since ``init()``.
 
     Args:
-        function: What is called, such as ``oob_allreduce``.
+        function: Name of the called function, such as ``oob_allreduce``.
         name: The caller's name for it.
 
     Returns:

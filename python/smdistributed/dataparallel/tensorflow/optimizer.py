@@ -48,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     """Make an optimizer reduce gradients over the ranks before it applies them.
 
     Args:
-        optimizer: Of Keras 3, of tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
+        optimizer: An optimizer of Keras 3 or tf_keras (also a legacy one), or a ``tf.compat.v1.train.Optimizer``.
         name: Prefix of the operations in a graph; by default ``smdistributed.dataparallel`` and the class's name.
         use_locking: Whether a TF1 optimizer locks variables while it updates them.
         device_dense: Not supported.
@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
 
     Raises:
         NotImplementedError: A device is given.
-        TypeError: It is no optimizer of these families.
+        TypeError: ``optimizer`` is not an optimizer of these families.
         ValueError: ``op`` or ``bucket_cap_mb`` is none of those, or the optimizer reduces already.
 
     Examples:
@@ -119,7 +119,7 @@ def family(optimizer: Any) -> type[Methods]:
         A subclass of :class:`Methods`.
 
     Raises:
-        TypeError: It is no optimizer of these families.
+        TypeError: ``optimizer`` is not an optimizer of these families.
         UnsupportedError: Keras runs on another backend than TensorFlow.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -216,7 +216,7 @@ class TfKerasLossScale(Methods):
             **kwargs: Passed on.
 
         Returns:
-            What the optimizer returns.
+            The result of the optimizer.
         """
         # Scaled gradients are reduced: values that are not finite on one rank are then not finite on all, and all
         # skip.
@@ -249,7 +249,7 @@ class LegacyLossScale(Methods):
             experimental_aggregate_gradients: Whether gradients are to be reduced.
 
         Returns:
-            What the optimizer returns.
+            The result of the optimizer.
         """
         if experimental_aggregate_gradients:
             grads_and_vars = self._smd_reduced(grads_and_vars)

@@ -63,7 +63,7 @@ def reduce_gradients(
     Args:
         gradients: One for each variable: a tensor, ``tf.IndexedSlices``, or ``None``. All ranks have the same kinds,
             shapes and types.
-        variables: What they are gradients of, in the same order.
+        variables: The variables of the gradients, in the same order.
         compression: A member of ``Compression``.
         op: ``AVERAGE``, which ``None`` means too, or ``SUM``.
         sparse_as_dense: Whether ``tf.IndexedSlices`` become dense first; otherwise the ranks' slices are gathered.

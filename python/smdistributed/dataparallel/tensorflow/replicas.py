@@ -19,7 +19,7 @@ note_broadcast = replicas.note_broadcast
 
 @tf.autograph.experimental.do_not_convert
 def compare(variables: Sequence[Any], ranks: Sequence[int] | None, remedy: str) -> None:
-    """Tell the other ranks the values of these variables, the first time in a session.
+    """Report a checksum of these variables, the first time in a session.
 
     The first rank warns in the second step if ranks have other values and nothing was broadcast. The function waits for
     no other rank, and only reads the variables.
@@ -48,7 +48,7 @@ def compare(variables: Sequence[Any], ranks: Sequence[int] | None, remedy: str) 
             # Created by the function that is being traced, so it has no value yet.
             return
     described = [(variable.shape.as_list(), variable.dtype.name) for variable in own]
-    replicas.tell(described, values, ranks, remedy)
+    replicas.report(described, values, ranks, remedy)
 
 
 def _sample(variable: tf.Variable) -> bytes:

@@ -24,7 +24,7 @@ class TapeView(tf.GradientTape):
         tape: The tape.
 
     Raises:
-        TypeError: The argument is no ``tf.GradientTape``.
+        TypeError: The argument is not a ``tf.GradientTape``.
         ValueError: The argument is a view already.
     """
 
@@ -54,7 +54,7 @@ class TapeView(tf.GradientTape):
             **kwargs: Keyword arguments of the tape's method.
 
         Returns:
-            What the tape returns.
+            The result of the tape.
         """
         return self._given.jacobian(*args, **kwargs)
 
@@ -66,7 +66,7 @@ class TapeView(tf.GradientTape):
             **kwargs: Keyword arguments of the tape's method.
 
         Returns:
-            What the tape returns.
+            The result of the tape.
         """
         return self._given.batch_jacobian(*args, **kwargs)
 
@@ -133,10 +133,10 @@ class DistributedGradientTape(TapeView):
         All ranks call it in the same order.
 
         Args:
-            target: What is differentiated.
+            target: The value to differentiate.
             sources: Variables or tensors, in any structure.
             output_gradients: Gradients of ``target``; ones by default.
-            unconnected_gradients: What stands for the gradient of a source that ``target`` does not depend on.
+            unconnected_gradients: The gradient of a source that ``target`` does not depend on.
 
         Returns:
             The reduced gradients, in the structure of ``sources``.

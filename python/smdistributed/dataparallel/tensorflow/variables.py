@@ -35,7 +35,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> tf.Operatio
         ``None``; in a graph of TF1, the operation to run.
 
     Raises:
-        TypeError: An object is no variable, or of a type that cannot be sent.
+        TypeError: An object is not a variable, or of a type that cannot be sent.
         ValueError: There is no rank ``root_rank``.
 
     Examples:

@@ -1,8 +1,8 @@
 """Replacements of functions in ``torch.distributed`` that accept only PyTorch's own backends.
 
 These functions check the backend by name and refuse every other one, or leave out a backend that could serve the call.
-:func:`install` puts a function of this file before each of them. It serves the groups of ``smddp``; a call that
-concerns any other group goes on to PyTorch's function unchanged.
+:func:`install` replaces each of them by a function that serves the groups of ``smddp`` and passes calls for any other
+group to PyTorch's function unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NAME = "smddp"
 _CPU = torch.device("cpu")
 #: What ``split_group`` returns to a rank that is in no split: ``None`` before PyTorch 2.14.
 _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER if hasattr(distributed_c10d, "_NonGroupMember") else None
-#: Group numbers from here on are beyond those that PyTorch counts up.
-_FAR = 1 << 40
-_times_made: Counter[tuple[int, ...]] = Counter()
+#: First number of groups that are numbered here. PyTorch's own counter never reaches it.
+_FIRST_NUMBER = 1 << 40
+_num_created: Counter[tuple[int, ...]] = Counter()
 _parent: ContextVar[dist.ProcessGroup | None] = ContextVar("parent", default=None)
 
 
@@ -62,7 +62,7 @@ def parent() -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def _out_of(group: dist.ProcessGroup) -> Iterator[None]:
+def _splitting(group: dist.ProcessGroup) -> Iterator[None]:
     token = _parent.set(group)
     try:
         yield
@@ -71,18 +71,19 @@ def _out_of(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 @contextmanager
-def _not_counted(ranks: Sequence[int] | None) -> Iterator[None]:
-    """Return a context for the creation of a group that only its members know of.
+def _with_own_number(ranks: Sequence[int] | None) -> Iterator[None]:
+    """Return a context for the creation of a group that only its members create.
 
-    PyTorch names a group by the number of groups before it, and gloo's ranks meet at that name. Since PyTorch 2.14, a
-    group that only its members create counts, too. The ranks would then no longer agree on the names of later groups.
-    The group gets another number instead, which only its members have to know.
+    PyTorch names a group by the number of groups before it, and gloo's ranks connect under that name. Since PyTorch
+    2.14, a group that only its members create counts, too. The ranks would then no longer agree on the names of later
+    groups.
+    The group gets a number of its own instead, on which only its members agree.
     """
     members = tuple(ranks or ())
-    _times_made[members] += 1
+    _num_created[members] += 1
     world = distributed_c10d._world
     count = world.group_count
-    world.group_count = _FAR + _times_made[members]
+    world.group_count = _FIRST_NUMBER + _num_created[members]
     try:
         yield
     finally:
@@ -123,7 +124,7 @@ def split_group(
     """Split a group, whether a device is bound to the default group or not.
 
     Replaces ``torch.distributed.split_group``. All ranks of the parent call it. If the parent was not used on CUDA
-    devices, the ranks of a split meet without the others.
+    devices, the ranks of a split connect without the others.
 
     Args:
         parent_pg: The group to split; ``None`` means the default group.
@@ -131,7 +132,7 @@ def split_group(
         timeout: Timeout of the new group; ``None`` means PyTorch's default.
         pg_options: Passed on.
         group_desc: Passed on.
-        backend: Of the new group; ``None`` means the parent's.
+        backend: Backend of the new group; ``None`` means the parent's.
 
     Returns:
         The group of the split that this rank is in, or what this version of PyTorch returns to others.
@@ -154,7 +155,7 @@ def split_group(
         _stay_out(parent)
         return _OUTSIDE
     members = [dist.get_global_rank(parent, rank) for rank in sorted(mine)]
-    with _out_of(parent), _not_counted(members):
+    with _splitting(parent), _with_own_number(members):
         return _theirs["new_group"](
             members,
             timeout=timeout,
@@ -193,20 +194,20 @@ def new_group(
         **options: The same by name: ``sort_ranks`` since 2.12.
 
     Returns:
-        What PyTorch's function returns.
+        The result of PyTorch's function.
     """
     arguments = (ranks, timeout, backend, pg_options, use_local_synchronization, group_desc, device_id, *more)
     if (backend or dist.get_backend()) != NAME:
         return _theirs["new_group"](*arguments, **options)
     if use_local_synchronization:
-        with _not_counted(ranks):
+        with _with_own_number(ranks):
             return _theirs["new_group"](*arguments, **options)
-    if not _is_fine(ranks, timeout, device_id):
+    if not _is_valid(ranks, timeout, device_id):
         return _theirs["new_group"](*arguments, **options)
     if ranks is not None and dist.get_rank() not in ranks:
         _stay_out(_resolved(None))
         return _theirs["new_group"](*arguments, **options)
-    with _out_of(_resolved(None)):
+    with _splitting(_resolved(None)):
         return _theirs["new_group"](*arguments, **options)
 
 
@@ -218,7 +219,7 @@ def _get_split_source(pg: dist.ProcessGroup) -> None:
     """
 
 
-def _is_fine(ranks: Any, timeout: Any, device_id: Any) -> bool:
+def _is_valid(ranks: Any, timeout: Any, device_id: Any) -> bool:
     """Return whether PyTorch accepts these arguments. It rejects others before any rank creates a group."""
     size = dist.get_world_size()
     members = list(range(size) if ranks is None else ranks)
@@ -253,15 +254,15 @@ _theirs: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Replace the functions in every module of PyTorch that has them by name."""
-    _put_before(monitored_barrier, 0, "group", is_ours)
-    _put_before(new_group, None, "", _is_all_ours)
-    _put_before(split_group, 0, "parent_pg", _is_all_ours)
-    _put_before(_get_split_source, 0, "pg", _is_all_ours)
-    _put_before(_set_pg_timeout, 1, "group", is_ours)
+    """Replace the functions in every module of PyTorch that contains them."""
+    _replace(monitored_barrier, 0, "group", is_ours)
+    _replace(new_group, None, "", _is_all_ours)
+    _replace(split_group, 0, "parent_pg", _is_all_ours)
+    _replace(_get_split_source, 0, "pg", _is_all_ours)
+    _replace(_set_pg_timeout, 1, "group", is_ours)
 
 
-def _put_before(ours: Callable, position: int | None, name: str, serves: Callable[[Any], bool]) -> None:
+def _replace(ours: Callable, position: int | None, name: str, serves: Callable[[Any], bool]) -> None:
     """Replace torch's function of the same name by one that chooses between it and `ours`.
 
     `ours` runs where `serves` accepts the group. The group is the argument at `position`, which is called `name`; if it

@@ -205,7 +205,7 @@ def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
         ranks: Global ranks, in the order of their ranks inside the group; ``None`` for all.
 
     Returns:
-        The group. On a rank that is no member, calls with it raise ``ValueError``.
+        The group. On a rank that is not a member, calls with it raise ``ValueError``.
 
     Raises:
         SMDDPNotInitializedError: ``init_process_group()`` was not called.
@@ -237,7 +237,7 @@ def all_reduce(
         A handle if ``async_op``, else ``None``.
 
     Raises:
-        ValueError: ``op`` is no reduction, or this rank is not a member of ``group``.
+        ValueError: ``op`` is not a reduction, or this rank is not a member of ``group``.
         MismatchError: Ranks call different operations, or with different shapes, types or reductions.
         PeerFailedError: A member has ended.
     """
@@ -264,7 +264,7 @@ def reduce(
         A handle if ``async_op``, else ``None``.
 
     Raises:
-        ValueError: ``op`` is no reduction, or this rank or ``dst`` is not a member of ``group``.
+        ValueError: ``op`` is not a reduction, or this rank or ``dst`` is not a member of ``group``.
     """
     return _run(_REDUCE, async_op, tensor, core_name(op, ReduceOp.SUM), _group_rank(group, dst, "dst"), _id(group))
 
@@ -275,7 +275,7 @@ def broadcast(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the values of rank ``src``, in place.
+    """Broadcast the values of rank ``src`` to all ranks, in place.
 
     Args:
         tensor: Input on rank ``src``, output on the others; same shape and type on all ranks.
@@ -298,7 +298,7 @@ def all_gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the tensors of all ranks.
+    """Gather the tensors of all ranks on every rank.
 
     Args:
         tensor_list: Outputs; entry i becomes rank i's tensor and has its shape, which may differ between ranks.
@@ -318,7 +318,7 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the tensors of all ranks, as equal parts of one tensor.
+    """Gather the tensors of all ranks on every rank, as equal parts of one tensor.
 
     Args:
         output_tensor: Output; its dimension 0 holds the inputs of all ranks one after the other.
@@ -339,7 +339,7 @@ def gather(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give rank ``dst`` the tensors of all ranks.
+    """Gather the tensors of all ranks on rank ``dst``.
 
     Args:
         tensor: This rank's input.
@@ -361,7 +361,7 @@ def scatter(
     group: ProcessGroup | None = group.WORLD,
     async_op: bool = False,
 ) -> Work | None:
-    """Give each rank one tensor of rank ``src``.
+    """Send one tensor of rank ``src`` to each rank.
 
     Args:
         tensor: Output of this rank.
@@ -483,7 +483,7 @@ def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WORL
     """Send ``tensor`` to a rank that calls :func:`recv`. May wait until it does.
 
     Args:
-        tensor: What is sent.
+        tensor: The tensor to send.
         dst: Global rank of the receiver.
         group: ``None`` means ``group.WORLD``.
         tag: Matches messages; the receiver names the same.
@@ -520,7 +520,7 @@ def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = group.WOR
     """Send ``tensor`` as :func:`send`, and return at once.
 
     Args:
-        tensor: What is sent; do not write to it before the handle is complete.
+        tensor: The tensor to send; do not write to it before the handle is complete.
         dst: Global rank of the receiver.
         group: ``None`` means ``group.WORLD``.
         tag: Matches messages; the receiver names the same.

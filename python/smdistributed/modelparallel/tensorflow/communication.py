@@ -33,7 +33,7 @@ def _gather(value: Any, name: str) -> list[Any]:
     return object_transport.gather(value, name)
 
 
-def _meet(name: str) -> None:
+def _barrier(name: str) -> None:
     _compare_activity(name, "calls `smp.barrier()`")
     group = state.groups.objects(name)
     assert group is not None, "a group of one rank has no barrier"
@@ -47,7 +47,9 @@ def gather_for(activity: str, value: Any, group: CommGroup = CommGroup.WORLD) ->
         return object_transport.gather(value, group.value)
 
 
-objects = Objects(lambda: state.groups, object_transport.send_object, object_transport.receive_object, _gather, _meet)
+objects = Objects(
+    lambda: state.groups, object_transport.send_object, object_transport.receive_object, _gather, _barrier
+)
 send, recv_from, broadcast, allgather = objects.send, objects.recv_from, objects.broadcast, objects.allgather
 barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.barrier,
@@ -71,12 +73,12 @@ def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -
     Raises:
         SMPCheckpointError: ``do`` failed, here or on another rank.
     """
-    result, told, cause = None, None, None
+    result, own_failure, cause = None, None, None
     try:
         result = do()
     except Exception as error:
-        told, cause = failures.failure(state.groups.rank, error), error
-    results, answers = zip(*gather_for("saves or loads", (result, told)), strict=True)
+        own_failure, cause = failures.failure(state.groups.rank, error), error
+    results, answers = zip(*gather_for("saves or loads", (result, own_failure)), strict=True)
     failed = [each for each in answers if each]
     if failed:
         raise SMPCheckpointError(f"the checkpoint `{path}` could not be {done}: {failures.summary(failed)}") from cause
@@ -104,5 +106,5 @@ def read_on_all_ranks(read: Callable[[], Any], path: str) -> None:
     if all(answers):
         raise failed[0]
     if any(answers):
-        told = failures.summary([each for each in answers if each])
-        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {told}") from next(iter(failed), None)
+        text = failures.summary([each for each in answers if each])
+        raise SMPCheckpointError(f"the checkpoint `{path}` could not be read: {text}") from next(iter(failed), None)

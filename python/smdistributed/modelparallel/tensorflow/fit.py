@@ -89,7 +89,7 @@ class KerasLoops:
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_loop("evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
@@ -102,7 +102,7 @@ class KerasLoops:
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_loop("predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
@@ -147,7 +147,7 @@ class KerasLoops:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configure training, as Keras' method. ``jit_compile`` is ignored: a step has several functions."""
         if kwargs.get("jit_compile") not in (None, False, "auto"):
-            warnings.warn("`jit_compile` is ignored: a step over microbatches is not one piece", stacklevel=2)
+            warnings.warn("`jit_compile` is ignored: a step over microbatches is not one function", stacklevel=2)
         if "jit_compile" in kwargs:
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]
@@ -391,13 +391,13 @@ def _of_batch(found: Mapping[str, Any]) -> tuple[list[Any] | None, list[tf.Tenso
             # different size.
             everywhere = core_ops.smd_all_reduce(tensor=whole, op="sum", group=groups.dp_group)
             by = everywhere / len(groups.members["dp"])
-        gradients = [None if each is None else _divided(each, by) for each in gradients]
-    return gradients, [_divided(each, whole) for each in tracked]
+        gradients = [None if each is None else _quotient(each, by) for each in gradients]
+    return gradients, [_quotient(each, whole) for each in tracked]
 
 
-def _divided(value: Any, by: tf.Tensor) -> Any:
+def _quotient(value: Any, by: tf.Tensor) -> Any:
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(value.values, by), value.indices, value.dense_shape)
+        return tf.IndexedSlices(_quotient(value.values, by), value.indices, value.dense_shape)
     return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
 
 

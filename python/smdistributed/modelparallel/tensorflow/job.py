@@ -32,8 +32,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: Keys of the configuration; those that the launcher gives take precedence.
 
     Raises:
-        SMPConfigError: A value is not acceptable, or the ranks cannot be divided that way.
-        SMPUsageError: It was called before with another configuration.
+        SMPConfigError: A value is not acceptable, or the number of ranks does not fit the configuration.
+        SMPUsageError: ``smp.init()`` was called before with another configuration.
 
     Examples:
         >>> smp.init({"partitions": 2, "microbatches": 4})

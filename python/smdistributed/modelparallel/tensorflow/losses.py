@@ -79,9 +79,9 @@ class LossTerms:
             return self._share, None
         if len(self._left) > 1 or any(map(_is_of_rows, model.losses)):
             raise SMPUnsupportedError(
-                "a loss is a mean over what a mask or weights leave of a batch, and there are other losses beside "
-                "it: how much is left of the other microbatches is not known yet; take `reduction='sum'`, or a "
-                "`tf.reduce_sum` of the masked losses by a number"
+                "a loss is a masked or weighted mean over a batch, and the model has other losses beside "
+                "it. The weights of the other microbatches are not known yet: use `reduction='sum'`, or a "
+                "`tf.reduce_sum` of the masked losses divided by a constant"
             )
         weight = self._share * parts[0]
         return weight, weight

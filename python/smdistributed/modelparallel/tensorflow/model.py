@@ -131,7 +131,7 @@ class DistributedModel(KerasLoops, _Model):
             **kwargs: Keyword arguments of Keras' method.
 
         Returns:
-            What Keras returns.
+            The result of Keras's method.
         """
         with self._smp_all_variables():
             return super().summary(*args, **kwargs)
@@ -196,8 +196,8 @@ class DistributedModel(KerasLoops, _Model):
                 except Exception as error:
                     failed.append((hook, error))
         state.hooks[:] = [hook for hook, _ in failed]
-        told = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
-        failures = communication.gather_for("has divided the model", told, CommGroup.PP_GROUP)
+        own_failures = "; ".join(f"{type(error).__name__}: {error}" for _, error in failed)
+        failures = communication.gather_for("has partitioned the model", own_failures, CommGroup.PP_GROUP)
         for _, failure in failed:
             vars(failure)["_smp_is_known"] = True
             raise failure

@@ -213,7 +213,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
         ValueError: There are no gradients on any partition; raised on all ranks.
     """
     if any(isinstance(gradient, StepOutput) for gradient in gradients):
-        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply what its `accumulate()` gives")
+        raise SMPUsageError("a `StepOutput` has a gradient for each microbatch: apply the result of its `accumulate()`")
     if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
         raise SMPUsageError(
             "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply "
@@ -232,12 +232,12 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
 
 
 def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]] | None:
-    divided = len(state.groups.members["pp"]) > 1
-    if divided:
+    is_partitioned = len(state.groups.members["pp"]) > 1
+    if is_partitioned:
         _check(optimizer)
         _check_pairs(gradients, variables)
     is_scaled = hasattr(optimizer, "inner_optimizer")
-    if divided and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
+    if is_partitioned and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
         # As in Keras. Every rank traces the whole step, so all ranks know it.
         raise ValueError(
             "No gradients provided for any variable: no step has computed one of a variable, on any partition."
@@ -259,10 +259,10 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
         optimizer.iterations.assign_add(1)
         return None
     clipnorm = getattr(optimizer, "global_clipnorm", None)
-    if divided and clipnorm is not None:
+    if is_partitioned and clipnorm is not None:
         # Gradients are clipped before, so Keras finds the norm of this partition's gradients small enough.
         gradients, _ = clip(gradients, [is_counted(variable) for variable in variables], clipnorm)
-    if divided and all(gradient is None for gradient in gradients):
+    if is_partitioned and all(gradient is None for gradient in gradients):
         # Optimizers reject an empty update, or do not count it as a step.
         ema.without_update(optimizer)
         counter = optimizer.iterations
@@ -303,8 +303,8 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 names = [_path(each) for each in model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
                 f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is "
-                "divided, `model.trainable_variables` are those of this partition, as are a step's gradients of all "
-                "of them; gradients of some variables are on all partitions, as is `trainable_variables` of a layer"
+                "partitioned, `model.trainable_variables` are those of this partition, as are a step's gradients of "
+                "all of them; gradients of some variables are on all partitions, as is `trainable_variables` of a layer"
             )
 
 

@@ -68,8 +68,8 @@ class StepOutput(MicrobatchOutputs[Value]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a `StepOutput` has no `{name}`: it stands for a tensor of each microbatch, which `outputs` are; "
-            "`merge()`, `reduce_mean()` and `accumulate()` make one of them"
+            f"a `StepOutput` has no `{name}`: it holds the tensors of all microbatches in `outputs`; "
+            "combine them with `merge()`, `reduce_mean()` or `accumulate()`"
         )
 
     # Methods that TensorFlow requires of a class whose objects are arguments and results of functions.

@@ -53,14 +53,14 @@ def _pieces(tensor: tf.Tensor, name: str, microbatches: int, axis: int, uneven: 
     if microbatches == 1:
         return [tensor]
     size = tensor.shape[axis]
-    said = f"along axis {axis}, which {microbatches} microbatches cannot divide evenly"
+    where = f"along axis {axis}, which {microbatches} microbatches cannot divide evenly"
     if size is not None:
         if size % microbatches:
             if uneven and size > microbatches:
                 return tf.split(tensor, [len(range(place, size, microbatches)) for place in range(microbatches)], axis)
-            raise SMPValidationError(f"`{name}` has {size} rows {said}")
+            raise SMPValidationError(f"`{name}` has {size} rows {where}")
         return tf.split(tensor, microbatches, axis)
     rows = tf.shape(tensor)[axis]
-    check = tf.debugging.Assert(rows % microbatches == 0, [f"`{name}` has", rows, f"rows {said}"])
+    check = tf.debugging.Assert(rows % microbatches == 0, [f"`{name}` has", rows, f"rows {where}"])
     with tf.control_dependencies([check] if check is not None else []):
         return tf.split(tf.identity(tensor), microbatches, axis)

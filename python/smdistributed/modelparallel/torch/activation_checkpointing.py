@@ -45,7 +45,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the module returns.
+        The result of the module.
 
     Raises:
         SMPPartitionError: The script divided the module among partitions. A module that the automatic partition
@@ -139,7 +139,7 @@ def torch_checkpoints() -> Iterator[None]:
 
 
 #: Functions for which a warning was issued.
-_told: set[str] = set()
+_warned_names: set[str] = set()
 
 
 def _warn_spread(function: Callable[..., Any]) -> None:
@@ -147,8 +147,8 @@ def _warn_spread(function: Callable[..., Any]) -> None:
         function = function.func
     owner = getattr(function, "__self__", None)
     name = type(owner).__name__ if isinstance(owner, nn.Module) else getattr(function, "__qualname__", str(function))
-    if name not in _told:
-        _told.add(name)
+    if name not in _warned_names:
+        _warned_names.add(name)
         warnings.warn(
             f"`{name}` is checkpointed by torch.utils.checkpoint and is not wholly on one partition: it runs without "
             f"checkpointing",

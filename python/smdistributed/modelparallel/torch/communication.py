@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.state import state
 
 _T = TypeVar("_T")
 #: Tags in the group of all ranks: for a message, and for its acknowledgement.
-_CONTENT, _TAKEN = 1, 2
+_CONTENT, _ACK = 1, 2
 
 
 #: A tensor's index among the messages, its shape, type and kind of device, and whether it is a parameter that
@@ -77,7 +77,7 @@ def _unpacked(messages: list[torch.Tensor], on_host: bool, rank: int) -> Any:
     return unpickling.loads(whole.numpy().tobytes(), f"rank {rank}", functools.partial(_tensor, contents, on_host))
 
 
-def _post(value: Any, ranks: list[int]) -> None:
+def _send_value(value: Any, ranks: list[int]) -> None:
     """Send ``value`` to other global ranks; return when they have received it."""
     _send(_packed(value), ranks)
 
@@ -88,12 +88,12 @@ def _send(messages: list[torch.Tensor], ranks: list[int]) -> None:
     for rank in ranks:
         works.append(dist.isend(torch.tensor([len(messages)], device="cpu"), rank, _world(), _CONTENT))
         works += [dist.isend(message, rank, _world(), _CONTENT) for message in (sizes, *messages) if message.numel()]
-    taken = [dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN) for rank in ranks]
-    for work in (*works, *taken):
+    acks = [dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK) for rank in ranks]
+    for work in (*works, *acks):
         work.wait()
 
 
-def _take(rank: int, on_host: bool = False) -> Any:
+def _receive_value(rank: int, on_host: bool = False) -> Any:
     count = torch.empty(1, dtype=torch.int64, device="cpu")
     dist.recv(count, rank, _world(), _CONTENT)
     sizes = torch.empty(int(count), dtype=torch.int64, device="cpu")
@@ -102,7 +102,7 @@ def _take(rank: int, on_host: bool = False) -> Any:
     for message in messages:
         if message.numel():
             dist.recv(message, rank, _world(), _CONTENT)
-    dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, _world(), _TAKEN).wait()
+    dist.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, _world(), _ACK).wait()
     return _unpacked(messages, on_host, rank)
 
 
@@ -173,14 +173,14 @@ def gather_on_host(
             _send(messages, members[:1])
             return []
         mine = [message.clone() for message in messages]
-        return [_unpacked(mine, True, members[0]), *(_take(rank, on_host=True) for rank in members[1:])]
+        return [_unpacked(mine, True, members[0]), *(_receive_value(rank, on_host=True) for rank in members[1:])]
 
 
-def _meet(name: str) -> None:
+def _barrier(name: str) -> None:
     dist.barrier(state.groups.objects(name))
 
 
-objects = Objects(lambda: state.groups, _post, _take, _gather, _meet)
+objects = Objects(lambda: state.groups, _send_value, _receive_value, _gather, _barrier)
 send, recv_from, broadcast, allgather = objects.send, objects.recv_from, objects.broadcast, objects.allgather
 barrier, mp_barrier, dp_barrier, pp_barrier = (
     objects.barrier,

@@ -43,7 +43,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         SMPConfigError: A value is not acceptable, or the ranks cannot be divided that way.
-        SMPUsageError: It was called before with another configuration.
+        SMPUsageError: ``smp.init()`` was called before with another configuration.
 
     Examples:
         >>> smp.init({"partitions": 2, "microbatches": 4})

@@ -59,9 +59,9 @@ class Join:
         mine = 1 + TRAINING * self._model.training if has else 0
         if self._group is None:
             return [mine]
-        everybody = torch.empty(len(self._group.ranks or ()), dtype=torch.int64, device="cpu")
-        dist.all_gather_into_tensor(everybody, torch.tensor([mine], device="cpu"), self._group)
-        return everybody.tolist()
+        gathered = torch.empty(len(self._group.ranks or ()), dtype=torch.int64, device="cpu")
+        dist.all_gather_into_tensor(gathered, torch.tensor([mine], device="cpu"), self._group)
+        return gathered.tolist()
 
     def _shadow_others(self, group: dist.ProcessGroup) -> None:
         model, last = self._model, None
@@ -72,7 +72,7 @@ class Join:
                 break
             if not model.is_partitioned:
                 raise SMPUsageError(
-                    "a replica had no batch at all: the model is divided in the first step of all of them"
+                    "a replica had no batch at all: the model is partitioned in the first step of all replicas"
                 )
             last = active
             replicas.sync_buffers_from(model, active)

@@ -191,7 +191,7 @@ class DistributedModel(nn.Module):
         """
         if self._placement is None:
             raise SMPUsageError(
-                "the model is divided in the first call of a `smp.step` function, which is still to come"
+                "the model is partitioned in the first call of a `smp.step` function, which is still to come"
             )
         return self._placement
 
@@ -270,11 +270,11 @@ class DistributedModel(nn.Module):
         groups, cfg, device = state.groups, state.cfg, current_device()
         self._run_deferred()
         if groups.dp_group is not None:
-            divided = shards(self.module)
+            sliced = shards(self.module)
             # Shards have the values of the first replica already.
             tensors = self._local_tensors() if self.sharded is None else list(self.local_buffers())
-            slices = [each for each in tensors if id(each) in divided]
-            others = [each for each in tensors if id(each) not in divided]
+            slices = [each for each in tensors if id(each) in sliced]
+            others = [each for each in tensors if id(each) not in sliced]
             with errors.translated(CLASSES):
                 materialize.broadcast(others, groups.dp_group, groups.members["dp"][0])
                 if groups.rdp_group is not None:
@@ -368,7 +368,7 @@ class DistributedModel(nn.Module):
             **kwargs: Keyword arguments of the model.
 
         Returns:
-            What the model returns.
+            The result of the model.
 
         Raises:
             SMPUsageError: The model must not be called here.
@@ -549,7 +549,7 @@ class DistributedModel(nn.Module):
         _, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             if self.pipeline is not None:
-                raise SMPUnsupportedError("the model is divided: change its type before the first step")
+                raise SMPUnsupportedError("the model is partitioned: change its type before the first step")
             self.module.to(dtype=dtype, non_blocking=non_blocking)
         return self
 
@@ -566,7 +566,7 @@ class DistributedModel(nn.Module):
         return self
 
     def cpu(self) -> DistributedModel:
-        """Give every rank of a pipeline the whole model, on CPUs; all of them call it. No step may follow."""
+        """Gather the whole model on every rank of a pipeline, on CPUs; all of them call it. No step may follow."""
         if self.pipeline is None:
             self.module.cpu()
             return self
@@ -592,7 +592,7 @@ class DistributedModel(nn.Module):
             raise SMPUsageError("`join()` is for replicas: it needs the configuration's `ddp: true`")
         if state.cfg.shard_optimizer_state or self.sharded is not None:
             raise SMPUnsupportedError(
-                "`join()` does not go with sharded states: a replica without a batch would not update its part"
+                "`join()` cannot be combined with sharded states: a replica without a batch would not update its part"
             )
         if state.groups.tp_group is not None:
             raise SMPUnsupportedError(
@@ -615,8 +615,6 @@ class DistributedModel(nn.Module):
         self.replicas.register_comm_hook(state, hook)
 
     _register_comm_hook = register_comm_hook
-
-    # Of tensor parallelism, which is not there yet: no module is divided itself.
 
     # Tensor parallelism.
 

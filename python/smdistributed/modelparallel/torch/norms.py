@@ -184,7 +184,8 @@ class _TotalNorm:
             own = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
             if any(id(each) in own for each in tensors):
                 raise SMPUsageError(
-                    "torch.nn.utils gets gradients with the loss scale in them: call `optimizer.clip_master_grads` or "
+                    "torch.nn.utils gets gradients that are multiplied by the loss scale: call "
+                    "`optimizer.clip_master_grads` or "
                     "`smp.clip_grad_norm_`"
                 )
         is_sharded = state.optimizer is not None and state.optimizer.is_sharded

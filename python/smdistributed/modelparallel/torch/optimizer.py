@@ -320,7 +320,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: Must be ``None``: a closure would run the model again.
 
         Returns:
-            What the wrapped optimizer returns; ``None`` on a rank without parameters.
+            The result of the wrapped optimizer; ``None`` on a rank without parameters.
 
         Raises:
             SMPUnsupportedError: ``closure`` is given.

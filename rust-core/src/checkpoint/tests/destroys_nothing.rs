@@ -73,7 +73,7 @@ fn save_partial(folder: &Path, tag: &str, text: &str, keep: Option<usize>) -> Re
 }
 
 #[test]
-fn what_is_not_a_checkpoint_of_the_same_kind_is_not_replaced() {
+fn only_a_checkpoint_of_the_same_kind_is_replaced() {
     type MakeForeign<'a> = &'a dyn Fn(&Path, &Path);
     let tensors = model();
     let plants: [(&str, MakeForeign<'_>); 9] = [
@@ -260,7 +260,7 @@ fn only_names_that_saves_give_are_removed() {
 }
 
 #[test]
-fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
+fn a_failing_rank_removes_its_files_and_reports_at_once() {
     let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
@@ -297,7 +297,7 @@ fn a_rank_that_fails_makes_room_and_tells_the_others_at_once() {
 }
 
 #[test]
-fn what_an_owner_holds_is_not_copied_a_second_time() {
+fn memory_with_an_owner_is_not_copied_a_second_time() {
     struct ForeignFolder(std::sync::mpsc::Sender<()>);
     impl Drop for ForeignFolder {
         fn drop(&mut self) {
@@ -317,8 +317,8 @@ fn what_an_owner_holds_is_not_copied_a_second_time() {
     // SAFETY: as above.
     let copied = unsafe { Staging::default().take(&mut mixed.sources.clone(), 2) }.unwrap();
     assert!((14..=64).contains(&copied), "{copied}");
-    let (told, dropped) = std::sync::mpsc::channel();
-    mixed.owner = Some(Box::new(ForeignFolder(told)));
+    let (sender, dropped) = std::sync::mpsc::channel();
+    mixed.owner = Some(Box::new(ForeignFolder(sender)));
     let saver = Saver::new(options(&folder.0, 0, 1));
     // SAFETY: as above.
     unsafe { saver.save("a", 1, 1, "".into(), "".into(), mixed, true, &mut || Ok(())) }.unwrap();

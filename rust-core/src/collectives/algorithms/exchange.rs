@@ -17,7 +17,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// From this size on, a member writes received blocks with streaming stores: they would not fit into its caches.
 const STREAM_BYTES: usize = 8 << 20;
 
-/// What one member sends and receives.
+/// The blocks that one member sends and receives.
 struct ExchangePlan<'a> {
     /// The blocks that it sends: one for all members, or one for each.
     gives: ExchangeInput<'a>,
@@ -87,8 +87,8 @@ impl Algorithm for Exchange {
                 let Some(block) = &plan.takes[from] else { continue };
                 let length = block.bytes().saturating_sub(start).min(channel);
                 let lane_start = if each { me * channel } else { 0 };
-                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the giver's
-                // part of this phase (SHM-1).
+                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
+                // sender's part of this phase (SHM-1).
                 unsafe {
                     take(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }

@@ -93,7 +93,7 @@ impl Algorithm for MessageAlgorithm {
             Request::Barrier => Ok(()),
             Request::Adasum { .. } => unreachable!("it has an algorithm of its own"),
             Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => unreachable!("they are settled first"),
-            Request::Send { .. } | Request::Recv { .. } => unreachable!("messages between pairs are no collectives"),
+            Request::Send { .. } | Request::Recv { .. } => unreachable!("messages between pairs are not collectives"),
         }
     }
 }

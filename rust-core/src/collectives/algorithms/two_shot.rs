@@ -67,8 +67,8 @@ impl Algorithm for TwoShot {
                 let arena = memory.arena(me, regions[step % 3]);
                 for rank in (0..size).filter(|rank| *rank != me) {
                     let range = shard(step, rank);
-                    // SAFETY: the range lies inside the input, and inside a chunk, for which the region is reserved; it is
-                    // this member's to write until the synchronisation (SHM-2).
+                    // SAFETY: the range lies inside the input, and inside a chunk, for which the region is reserved; it
+                    // is this member's to write until the synchronisation (SHM-2).
                     unsafe {
                         let to = arena.add(range.start - step * chunk_bytes);
                         group.publisher.publish(input.ptr().add(range.start), to, range.len());

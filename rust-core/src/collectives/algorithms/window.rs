@@ -48,7 +48,7 @@ impl Algorithm for WindowAllReduce {
             prefetch: std::ptr::null(),
         };
         // SAFETY: the ranges were checked against the window, whose parts are mapped with that size; between the two
-        // synchronisations nobody else touches this member's shard of them. Validation checked the op.
+        // synchronisations no other code touches this member's shard of them. Validation checked the op.
         unsafe { kernels::fold(&fold) };
         steps.sync()
     }

@@ -102,7 +102,7 @@ impl GroupState {
                     let outcome = self.collective(together.request(), timeout);
                     if outcome.is_ok() {
                         enter(BatchPhase::CopyOut, &places);
-                        together.hand_out();
+                        together.copy_results();
                     }
                     enter(BatchPhase::Over, &places);
                     outcome.map_err(|error| together.explain(error))?;
@@ -152,7 +152,7 @@ impl GroupState {
         })
     }
 
-    /// Runs `operation` as the group's next one, unless the group is closed, broken or spoiled (COM-5, COM-7).
+    /// Runs `operation` as the group's next one, unless the group is closed, broken or stopped (COM-5, COM-7).
     pub(super) fn enter(
         &self,
         call: &Call,
@@ -172,7 +172,7 @@ impl GroupState {
                 return Err(Error::Closed { reason: format!("an earlier operation of the group failed: {error}") });
             }
         }
-        if let Some(error) = self.spoiled.get().filter(|_| !matches!(call.kind, Kind::Poison)) {
+        if let Some(error) = self.panicked.get().filter(|_| !matches!(call.kind, Kind::Poison)) {
             self.fail(&error.to_string())?;
             return Err(error.clone());
         }

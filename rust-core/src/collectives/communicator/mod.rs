@@ -16,7 +16,7 @@
 //!   leave the batch at the same place. A member that cannot take part fails the whole batch with one
 //!   [`Communicator::fail_next`].
 //! - COM-7: a panic ends no thread of the group. A panic inside an operation breaks the group (COM-5). After a panic in
-//!   a completion the members still agree on their place, so the group is *spoiled*: every later operation ends at once
+//!   a completion the members still agree on their place, so the group is *stopped*: every later operation ends at once
 //!   on this member with the panic's text, and on the others as after [`Communicator::fail_next`].
 
 use std::any::Any;
@@ -28,7 +28,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::batch::PhaseListener;
-use crate::collectives::cuda::{self, Cuda, PendingWork, Side};
+use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
 use crate::collectives::point_to_point::PointToPoint;
 use crate::collectives::window::Window;
 use crate::collectives::{Overlap, Request};
@@ -71,8 +71,8 @@ struct GroupState {
     closed: Arc<OnceLock<String>>,
     /// The error of a broken group (COM-5).
     broken: OnceLock<Error>,
-    /// The error of a spoiled group (COM-7).
-    spoiled: Arc<OnceLock<Error>>,
+    /// The error of a stopped group (COM-7).
+    panicked: Arc<OnceLock<Error>>,
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     publisher: Publisher,
@@ -89,9 +89,9 @@ impl Communicator {
     /// in the job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
-        let spoiled = Arc::new(OnceLock::new());
+        let panicked = Arc::new(OnceLock::new());
         let point_to_point =
-            PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), spoiled.clone());
+            PointToPoint::new(id, transport.clone(), monitor.clone(), timeout, closed.clone(), panicked.clone());
         let cuda = Cuda::new(id, transport.members().clone(), monitor.clone(), timeout, closed.clone());
         let shared = Arc::new(GroupState {
             id,
@@ -103,7 +103,7 @@ impl Communicator {
             changed: Condvar::new(),
             closed,
             broken: OnceLock::new(),
-            spoiled,
+            panicked,
             unsettled: AtomicBool::new(false),
             publisher: Publisher::default(),
             made: Instant::now(),
@@ -130,7 +130,7 @@ impl Communicator {
     }
 
     /// How long the current operation on CPU tensors has been running, if there is one.
-    pub(crate) fn under_way(&self) -> Option<Duration> {
+    pub(crate) fn running_time(&self) -> Option<Duration> {
         let entered = self.shared.entered.load(Ordering::Relaxed).checked_sub(1)?;
         Some(self.shared.made.elapsed().saturating_sub(Duration::from_nanos(entered)))
     }
@@ -268,22 +268,22 @@ impl Communicator {
     pub fn measure_bucket_bytes(&self, device: u16) -> Result<Option<usize>> {
         if self.members().size() > 1 && !self.shared.cuda.was_used() {
             let wanted = config::AUTOTUNE.flag()? || config::AUTOTUNE_FILE.text().is_some();
-            let mut said = [i64::from(wanted)];
-            let data = numbers(&mut said)?;
+            let mut is_wanted = [i64::from(wanted)];
+            let data = numbers(&mut is_wanted)?;
             self.run(&Request::Broadcast { data, root: 0 })?;
-            if said == [1] {
+            if is_wanted == [1] {
                 self.connect_device(device)?;
             }
         }
         Ok(self.shared.cuda.measured_bucket_bytes())
     }
 
-    /// Splits an NCCL communicator for a new group from this group's ([`cuda::Side`]); none if that is not possible.
-    /// Collective.
+    /// Splits an NCCL communicator for a new group from this group's ([`cuda::SplitColor`]); none if that is not
+    /// possible. Collective.
     ///
     /// # Errors
     /// As [`Communicator::run`].
-    pub(crate) fn split_devices(&self, side: Side) -> Result<Option<Parent>> {
+    pub(crate) fn split_devices(&self, color: SplitColor) -> Result<Option<Parent>> {
         if !self.shared.cuda.was_used() {
             return Ok(None);
         }
@@ -293,7 +293,7 @@ impl Communicator {
             self.run(&Request::AllReduce { input: data, output: data, op: ReduceOp::Min })?;
             Ok(bounds[0] == -bounds[1] && bounds[0] >= 0)
         };
-        match self.shared.cuda.split(side, agree) {
+        match self.shared.cuda.split(color, agree) {
             // The operations of this group have failed, so its NCCL communicator cannot be split.
             Err(Error::Closed { .. }) => Ok(None),
             outcome => outcome,
@@ -331,7 +331,7 @@ impl Communicator {
     pub fn window(&self, bytes: usize) -> Result<Arc<Window>> {
         let made = Arc::new(OnceLock::new());
         self.shared.run(|| QueuedOperation::Window(bytes, made.clone()), || self.shared.window(bytes, &made))?;
-        made.get().cloned().ok_or_else(|| Error::Internal("a window was made and is not there".into()))
+        made.get().cloned().ok_or_else(|| Error::Internal("a new window is missing".into()))
     }
 
     /// Fails the group's next operation instead of taking part in it. The other members' next operation ends with
@@ -367,13 +367,13 @@ impl Drop for Communicator {
 }
 
 /// Notes a panic in a completion of group `id` (COM-7).
-pub(in crate::collectives) fn spoil(spoiled: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
+pub(in crate::collectives) fn note_panic(panicked: &OnceLock<Error>, id: u64, panic: &(dyn Any + Send)) {
     let error = match Error::from_panic(panic) {
         Error::Internal(text) => Error::Internal(format!("a completion of group {id} panicked: {text}")),
         other => other,
     };
     tracing::error!("{error}");
-    let _ = spoiled.set(error);
+    let _ = panicked.set(error);
 }
 
 /// A view of `values`, for operations that end before the caller uses `values` again.

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use super::{Done, GroupState, spoil};
+use super::{Done, GroupState, note_panic};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::window::Window;
 use crate::collectives::{Request, cuda};
@@ -134,10 +134,10 @@ impl GroupState {
         }
     }
 
-    /// Calls a completion; a panic in it spoils the group (COM-7).
+    /// Calls a completion; a panic in it stops the group (COM-7).
     pub(super) fn complete(&self, done: Done, result: Result<Option<usize>>) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(result))) {
-            spoil(&self.spoiled, self.id, &*panic);
+            note_panic(&self.panicked, self.id, &*panic);
         }
     }
 
@@ -153,7 +153,7 @@ impl GroupState {
     /// Queues operations on CUDA tensors into their stream: on this thread if the group is idle (COM-1) and connected
     /// on the device, otherwise on the worker thread.
     pub(super) fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
-        let ready = self.closed.get().is_none() && self.cuda.has_part(&requests);
+        let ready = self.closed.get().is_none() && self.cuda.has_device_comm(&requests);
         let job = QueuedOperation::Launch(requests, timeout);
         let mut turns = self.turns.lock();
         if !ready || turns.busy || !turns.queue.is_empty() {

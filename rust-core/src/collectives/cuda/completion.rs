@@ -20,13 +20,13 @@ use crate::device::{Context, Event, Stream, ending};
 use crate::error::{Error, Result};
 
 /// After an event, the thread polls without sleeping for this long: most operations take less.
-const EAGER: Duration = Duration::from_micros(200);
+const EAGER_POLL_TIME: Duration = Duration::from_micros(200);
 /// Sleep between later polls. The kernel makes it some 50 us longer.
-const NAP: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 /// Sleeps grow to this fraction of the time since the last event, up to a limit. An operation that has taken long may
 /// take a little longer, and a process that only waits should not appear to compute.
-const NAP_PART: u32 = 1000;
-const LONGEST_NAP: Duration = Duration::from_millis(2);
+const POLL_DIVISOR: u32 = 1000;
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The work that a group has queued into a stream so far.
 pub(crate) struct PendingWork {
@@ -53,7 +53,7 @@ impl PendingWork {
     }
 
     /// Marks the work in `stream` so far, also if some of it could not be queued.
-    pub(super) fn depart(mut self, queued: Result<()>, stream: &Stream) -> Result<Self> {
+    pub(super) fn mark(mut self, queued: Result<()>, stream: &Stream) -> Result<Self> {
         self.error = queued.err();
         // A stream that cannot be marked belongs to a failed device, so synchronizing with it does not block.
         self.completed.record(stream).inspect_err(|_| drop(stream.synchronize()))?;
@@ -88,13 +88,13 @@ fn start() -> Result<()> {
 
 fn work() {
     let mut in_flight: Vec<(PendingWork, Done)> = Vec::new();
-    let mut last = Instant::now();
+    let mut last_event = Instant::now();
     loop {
         {
             let mut new = COMPLETIONS.new.lock();
             while in_flight.is_empty() && new.is_empty() {
                 COMPLETIONS.added.wait(&mut new);
-                last = Instant::now();
+                last_event = Instant::now();
             }
             in_flight.append(&mut new);
         }
@@ -102,21 +102,21 @@ fn work() {
         // Another stream of the process may be under capture, which these queries must not invalidate.
         let outcomes: Vec<_> = relaxed(|| in_flight.iter().map(|(each, _)| each.outcome()).collect());
         if outcomes.iter().all(Option::is_none) {
-            if last.elapsed() < EAGER {
+            if last_event.elapsed() < EAGER_POLL_TIME {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep((last.elapsed() / NAP_PART).clamp(NAP, LONGEST_NAP));
+                std::thread::sleep((last_event.elapsed() / POLL_DIVISOR).clamp(POLL_INTERVAL, MAX_POLL_INTERVAL));
             }
             continue;
         }
-        last = Instant::now();
+        last_event = Instant::now();
         // In the order of submission.
         for ((each, done), outcome) in std::mem::take(&mut in_flight).into_iter().zip(outcomes) {
             match outcome {
                 None => in_flight.push((each, done)),
                 Some(outcome) => {
-                    let tell = std::panic::AssertUnwindSafe(|| done(outcome.map(|()| None)));
-                    if let Err(panic) = std::panic::catch_unwind(tell) {
+                    let call = std::panic::AssertUnwindSafe(|| done(outcome.map(|()| None)));
+                    if let Err(panic) = std::panic::catch_unwind(call) {
                         // As COM-7: the members' later operations on devices end with the panic's text.
                         each.owner.end(Error::from_panic(&*panic));
                     }

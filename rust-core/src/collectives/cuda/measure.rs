@@ -19,7 +19,7 @@ const CALLS: std::ops::RangeInclusive<usize> = 3..=20;
 /// The value of every byte of the data that is reduced: numbers of about 0.7.
 const FILLING: u8 = 0x3f;
 /// How often a wait for the device checks whether members have departed.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const DEPARTURE_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Measures those of `calls` that this group supports, on memory of its own. Collective.
 ///
@@ -53,7 +53,7 @@ pub(super) fn measure(
         };
         let peers = match (algorithm, peers) {
             (DeviceAlgorithm::Nccl, _) => None,
-            (_, Some(peers)) if peers.takes(bytes, &tuning) => {
+            (_, Some(peers)) if peers.supports(bytes, &tuning) => {
                 peers.set_tuning(tuning);
                 Some(peers)
             }
@@ -108,11 +108,11 @@ pub(super) fn measure(
 
 /// Waits until the stream is idle, or a member has departed.
 fn arrive(stream: &Stream, wait: &Wait<'_>, others: &dyn Fn() -> Vec<usize>) -> Result<()> {
-    let mut look = Instant::now() + LOOK_EVERY;
+    let mut next_check = Instant::now() + DEPARTURE_CHECK_INTERVAL;
     while !stream.is_idle()? {
-        if Instant::now() >= look {
+        if Instant::now() >= next_check {
             wait.check(others)?;
-            look = Instant::now() + LOOK_EVERY;
+            next_check = Instant::now() + DEPARTURE_CHECK_INTERVAL;
         }
         std::hint::spin_loop();
     }

@@ -1,21 +1,22 @@
 //! Operations on CUDA tensors: queued into a stream by the caller's thread, run by NCCL, or, on one host where that is
-//! faster, by kernels of ours ([`p2p`]).
+//! faster, by the core's own kernels ([`p2p`]).
 //!
 //! - CUDA-1: an operation is queued into the stream that its views name, without waiting for the device. Later work in
 //!   that stream sees the result. A caller whose stream must not wait for other members launches the operation in the
 //!   group's own stream instead, which first waits for the views' stream. It is notified when the device has finished
 //!   ([`completion`]).
-//! - CUDA-2: a group gets its CUDA part at its first operation on CUDA tensors, which all members call and which waits
-//!   for them. Messages to oneself need none. A part is for one device per member; another device needs another part.
+//! - CUDA-2: a group creates its device communicator at its first operation on CUDA tensors, which all members call
+//!   and which waits for them. Messages to oneself need none. A device communicator has one device per member; another
+//!   device needs another one.
 //! - CUDA-3: members call the same operations in the same order. Calls are not compared before data moves, because that
 //!   would wait for the device. They are compared when an operation is stuck ([`watch`]), or when the core's own
 //!   kernels find that they differ.
-//! - CUDA-4: a failed part (a member is gone, NCCL reports an error, an operation is stuck) is aborted on every member,
-//!   so that no kernel spins forever. Queued operations then have undefined results, and every later call returns the
-//!   reason.
+//! - CUDA-4: a failed communicator (a member died, NCCL reports an error, an operation is stuck) is aborted on every
+//!   member, so that no kernel spins forever. Queued operations then have undefined results, and every later call
+//!   returns the reason.
 //! - CUDA-5: where NCCL runs an operation, the order of summation is its own: the same on all members, and from run to
-//!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members before
-//!   they add. Kernels of ours keep COL-1.
+//!   run on the same machines, but not that of COL-1. Averages multiply by the reciprocal of the number of members
+//!   before they add. The core's own kernels keep COL-1.
 
 mod completion;
 mod device_communicator;
@@ -45,18 +46,18 @@ use crate::world::{Monitor, Store, host};
 pub(crate) use completion::PendingWork;
 use device_communicator::DeviceCommunicator;
 use p2p::Peers;
-pub(crate) use split::Side;
+pub(crate) use split::SplitColor;
 
 /// Up to this many members, each compares the devices of all others. Above that, NCCL's own check has to do.
 const COMPARED: usize = 64;
 /// How long to wait for the report of a rank's death after NCCL has lost a connection.
-const NEWS_TIME: Duration = Duration::from_secs(2);
+const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of the last query of the store after the deadline.
-const LAST_LOOK: Duration = Duration::from_millis(100);
+const LAST_QUERY_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a member waits for NCCL's threads to end after an abort.
 const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Polling interval of [`Cuda::close`].
-const CLOSE_LOOK: Duration = Duration::from_millis(1);
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long [`Cuda::close`] waits for the device.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a member that has finished keeps its memory for the others. After that, the memory is freed when the
@@ -71,14 +72,14 @@ pub(super) struct Cuda {
     timeout: Duration,
     closed: Arc<OnceLock<String>>,
     store: OnceLock<Arc<dyn Store>>,
-    parts: RwLock<Vec<Arc<DeviceCommunicator>>>,
-    /// Parts whose operations [`Cuda::close`] waits for. Calls no longer use them, but the watch checks them.
+    device_comms: RwLock<Vec<Arc<DeviceCommunicator>>>,
+    /// Communicators whose operations [`Cuda::close`] waits for. Calls no longer use them, but the watch checks them.
     closing: RwLock<Vec<Arc<DeviceCommunicator>>>,
-    /// Held while a part is made.
+    /// Held while a communicator is created.
     making: Mutex<()>,
-    /// Number of parts made so far; the same on all members.
+    /// Number of communicators created so far; the same on all members.
     made: AtomicU64,
-    /// The communicator that the first part is split from, if there is one (SPL-3).
+    /// The communicator for the first device, split from another group's, if there is one (SPL-3).
     split_comm: Mutex<Option<Parent>>,
     /// Why the group has failed (CUDA-4).
     failed: OnceLock<Error>,
@@ -101,7 +102,7 @@ impl Cuda {
             timeout,
             closed,
             store: OnceLock::new(),
-            parts: RwLock::default(),
+            device_comms: RwLock::default(),
             closing: RwLock::default(),
             making: Mutex::default(),
             made: AtomicU64::new(0),
@@ -132,8 +133,8 @@ impl Cuda {
         }
         let (context, device) = (stream.context(), stream.context().device());
         let capturing = stream.is_capturing()?;
-        let part = match self.part(context) {
-            Some(part) => part,
+        let device_comm = match self.device_comm(context) {
+            Some(device_comm) => device_comm,
             None if capturing => {
                 return Err(Error::Unsupported(format!(
                     "{}: the first operation of a group on `cuda:{device}` cannot be captured in a CUDA graph: run the \
@@ -141,25 +142,27 @@ impl Cuda {
                     self.describe(first)
                 )));
             }
-            None => self.make_part(context, &|| self.describe(first))?,
+            None => self.create_device_comm(context, &|| self.describe(first))?,
         };
         let timeout = timeout.unwrap_or(self.timeout);
-        part.queue(requests, &stream, overlap, capturing, timeout, self)
+        device_comm
+            .queue(requests, &stream, overlap, capturing, timeout, self)
             .map_err(|error| self.explain(error, &|| self.describe(first)))
     }
 
-    /// Makes the part on the device of `context` ahead of the first operation, which would otherwise make it (CUDA-2).
+    /// Creates the communicator on the device of `context` before the first operation, which would otherwise create it
+    /// (CUDA-2).
     pub(super) fn connect(self: &Arc<Self>, context: &'static Context) -> Result<()> {
         let during = || format!("connecting `cuda:{}`", context.device());
         self.check(during)?;
-        if self.part(context).is_none() {
-            self.make_part(context, &during)?;
+        if self.device_comm(context).is_none() {
+            self.create_device_comm(context, &during)?;
         }
         Ok(())
     }
 
-    /// Whether the members have begun to make a part. All members get the same answer at the same point of their
-    /// programs.
+    /// Whether the members have begun to create a communicator. All members get the same answer at the same point of
+    /// their programs.
     pub(super) fn was_used(&self) -> bool {
         self.made.load(Ordering::Relaxed) > 0
     }
@@ -167,18 +170,18 @@ impl Cuda {
     /// Like [`Cuda::run`], but in the group's own stream, after the work that the views' stream holds now.
     pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
         let Some((first, stream)) = self.accept_all(requests)? else {
-            return Err(Error::Internal("no operation was to be queued on a device".into()));
+            return Err(Error::Internal("a batch for a device has no operations".into()));
         };
         let context = stream.context();
-        let part = match self.part(context) {
-            Some(part) => part,
-            None => self.make_part(context, &|| self.describe(first))?,
+        let device_comm = match self.device_comm(context) {
+            Some(device_comm) => device_comm,
+            None => self.create_device_comm(context, &|| self.describe(first))?,
         };
-        let own = match part.stream.get() {
+        let own = match device_comm.stream.get() {
             Some(own) => own,
             None => {
                 let made = Stream::new(context, Priority::High)?;
-                part.stream.get_or_init(|| made)
+                device_comm.stream.get_or_init(|| made)
             }
         };
         // The event is destroyed at once; the stream still waits for it.
@@ -188,25 +191,27 @@ impl Cuda {
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
         let in_flight = PendingWork::prepare(self, self.describe(first), context)?;
-        let queued = part.queue(&moved, own, Overlap::Unknown, false, timeout, self);
+        let queued = device_comm.queue(&moved, own, Overlap::Unknown, false, timeout, self);
         let queued = queued.map_err(|error| self.explain(error, &|| self.describe(first)));
-        in_flight.depart(queued, own)
+        in_flight.mark(queued, own)
     }
 
     /// The work that the group has queued into `stream` so far.
     pub(super) fn in_flight(self: &Arc<Self>, during: &str, stream: &Stream) -> Result<PendingWork> {
-        PendingWork::prepare(self, during.to_owned(), stream.context())?.depart(Ok(()), stream)
+        PendingWork::prepare(self, during.to_owned(), stream.context())?.mark(Ok(()), stream)
     }
 
-    /// The devices on which this member has parts, the newest last.
+    /// The devices on which this member has communicators, the newest last.
     pub(super) fn devices(&self) -> Vec<u16> {
-        self.parts.read().iter().map(|part| part.comm.context().device()).collect()
+        self.device_comms.read().iter().map(|device_comm| device_comm.comm.context().device()).collect()
     }
 
     /// Whether an operation on the device of `requests` can be queued without waiting for other members.
-    pub(super) fn has_part(&self, requests: &[Request]) -> bool {
+    pub(super) fn has_device_comm(&self, requests: &[Request]) -> bool {
         let device = place(requests).map(|(device, _)| device);
-        device.is_ok_and(|device| self.parts.read().iter().any(|part| part.comm.context().device() == device))
+        device.is_ok_and(|device| {
+            self.device_comms.read().iter().any(|device_comm| device_comm.comm.context().device() == device)
+        })
     }
 
     /// Checks all of `requests`; returns the first one and the stream of the views.
@@ -255,28 +260,28 @@ impl Cuda {
     /// note in the store.
     pub(super) fn end(self: &Arc<Self>, reason: Error) {
         if self.failed.get().is_none() {
-            watch::say_ended(self, &reason);
+            watch::report_ended(self, &reason);
         }
         watch::fail(self, reason);
     }
 
-    /// All parts that the watch checks.
-    fn all_parts(&self) -> Vec<Arc<DeviceCommunicator>> {
-        let parts = self.parts.read();
-        parts.iter().chain(self.closing.read().iter()).cloned().collect()
+    /// All communicators that the watch checks.
+    fn all_device_comms(&self) -> Vec<Arc<DeviceCommunicator>> {
+        let device_comms = self.device_comms.read();
+        device_comms.iter().chain(self.closing.read().iter()).cloned().collect()
     }
 
-    /// Closes the parts: queued operations complete first if the other members still take part in them. The watch ends
-    /// the others. Waits up to [`CLOSE_LIMIT`].
+    /// Closes the communicators: queued operations complete first if the other members still take part in them. The
+    /// watch aborts the others. Waits up to [`CLOSE_LIMIT`].
     pub(super) fn close(self: &Arc<Self>) {
-        let parts = {
-            let mut parts = self.parts.write();
+        let device_comms = {
+            let mut device_comms = self.device_comms.write();
             let mut closing = self.closing.write();
-            closing.extend(parts.iter().cloned());
-            std::mem::take(&mut *parts)
+            closing.extend(device_comms.iter().cloned());
+            std::mem::take(&mut *device_comms)
         };
         let split_comm = self.split_comm.lock().take();
-        if (parts.is_empty() && split_comm.is_none()) || self.failed.get().is_some() {
+        if (device_comms.is_empty() && split_comm.is_none()) || self.failed.get().is_some() {
             return;
         }
         let (ended, end) = mpsc::channel::<()>();
@@ -284,16 +289,16 @@ impl Cuda {
         let work = move || {
             // Other members may have used theirs.
             split_comm.iter().for_each(Parent::abort);
-            for part in &parts {
-                while own.failed.get().is_none() && !part.completed() {
-                    std::thread::sleep(CLOSE_LOOK);
+            for device_comm in &device_comms {
+                while own.failed.get().is_none() && !device_comm.completed() {
+                    std::thread::sleep(CLOSE_POLL_INTERVAL);
                 }
-                own.close_comm(part);
+                own.close_comm(device_comm);
             }
             own.closing.write().clear();
             drop(ended);
             // The caller does not wait for this thread: the end of the process frees everything.
-            parts.iter().for_each(|part| own.retire(part));
+            device_comms.iter().for_each(|device_comm| own.retire(device_comm));
             own.forget_keys();
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
@@ -302,8 +307,8 @@ impl Cuda {
         }
     }
 
-    /// Destroys the communicator of a part without operations in flight, or of a failed group.
-    fn close_comm(&self, part: &DeviceCommunicator) {
+    /// Destroys a communicator without operations in flight, or of a failed group.
+    fn close_comm(&self, device_comm: &DeviceCommunicator) {
         let during = || format!("closing group {} on CUDA devices", self.id);
         let start = Instant::now();
         // This differs from the check of `wait`, because the group is closed already.
@@ -316,26 +321,30 @@ impl Cuda {
             }
             (None, None) => Ok(()),
         };
-        if let Err(error) = check().and_then(|()| part.comm.close(check)) {
+        if let Err(error) = check().and_then(|()| device_comm.comm.close(check)) {
             tracing::debug!("a communicator of group {} was aborted: {error}", self.id);
-            part.abort();
+            device_comm.abort();
         }
     }
 
-    fn part(&self, context: &'static Context) -> Option<Arc<DeviceCommunicator>> {
-        self.parts.read().iter().find(|part| part.comm.context().device() == context.device()).cloned()
+    fn device_comm(&self, context: &'static Context) -> Option<Arc<DeviceCommunicator>> {
+        self.device_comms
+            .read()
+            .iter()
+            .find(|device_comm| device_comm.comm.context().device() == context.device())
+            .cloned()
     }
 
-    fn make_part(
+    fn create_device_comm(
         self: &Arc<Self>,
         context: &'static Context,
         first: &dyn Fn() -> String,
     ) -> Result<Arc<DeviceCommunicator>> {
         let _making = self.making.lock();
-        if let Some(part) = self.part(context) {
-            return Ok(part);
+        if let Some(device_comm) = self.device_comm(context) {
+            return Ok(device_comm);
         }
-        // If the group has just failed, no member makes a part (CUDA-4).
+        // If the group has just failed, no member creates a communicator (CUDA-4).
         self.check(first)?;
         let during = || format!("{} (the first one of group {} on CUDA tensors)", first(), self.id);
         let start = Instant::now();
@@ -343,39 +352,40 @@ impl Cuda {
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let split_comm = self.split_comm.lock().take();
         let fits = split_comm.as_ref().is_some_and(|split_comm| split_comm.context().device() == context.device());
-        let id = self.meet(number, context, fits, &wait);
+        let id = self.exchange_id(number, context, fits, &wait);
         let (me, size) = (self.members.me, self.members.size());
         let parent = match (id, split_comm) {
             (Ok(None), Some(split_comm)) => Ok(split_comm),
             (id, split_comm) => {
                 split_comm.iter().for_each(Parent::abort);
-                let lost = || Error::Internal("members agreed on a communicator that is not there".into());
+                let lost =
+                    || Error::Internal("members agreed to split a communicator that this member does not have".into());
                 Parent::init(context, id?.ok_or_else(lost)?, me, size)
             }
         };
         let comm = parent.and_then(|parent| self.join(parent, &wait, first));
         let comm = comm.map_err(|error| self.explain(error, first))?;
         tracing::debug!(
-            "group {} has a CUDA part on `cuda:{}` after {:.1?}",
+            "group {} has a communicator on `cuda:{}` after {:.1?}",
             self.id,
             context.device(),
             start.elapsed()
         );
-        let peers = match self.equip(number, &comm, &wait) {
+        let peers = match self.create_peers(number, &comm, &wait) {
             Ok(peers) => peers,
             Err(error) => {
                 discard(move || comm.abort());
                 return Err(error);
             }
         };
-        let part = Arc::new(DeviceCommunicator::new(number, comm, peers));
-        self.parts.write().push(part.clone());
+        let device_comm = Arc::new(DeviceCommunicator::new(number, comm, peers));
+        self.device_comms.write().push(device_comm.clone());
         watch::add(self)?;
-        Ok(part)
+        Ok(device_comm)
     }
 
-    /// Makes what part `number` has besides its communicator.
-    fn equip(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
+    /// Creates the peers' memory of communicator `number`, and tunes its kernels.
+    fn create_peers(&self, number: u64, comm: &Comm, wait: &Wait<'_>) -> Result<Option<Peers>> {
         let (context, me, size) = (comm.context(), self.members.me, self.members.size());
         let store = GroupStore { owner: self, number, wait };
         let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &store)?;
@@ -421,9 +431,9 @@ impl Cuda {
         })
     }
 
-    /// Exchanges the unique id of part `number` after comparing the members' devices. Returns `None` if all members can
-    /// split an existing communicator.
-    fn meet(
+    /// Exchanges the unique id of communicator `number` after comparing the members' devices. Returns `None` if all
+    /// members can split an existing communicator.
+    fn exchange_id(
         &self,
         number: u64,
         context: &'static Context,
@@ -437,8 +447,8 @@ impl Cuda {
             give_id()?;
         }
         let own = (nccl::host_id().unwrap_or_else(host::identity), context.properties().uuid);
-        // In larger groups no member hears of all others, so a member without the communicator to split would not be
-        // noticed.
+        // In larger groups no member reads the devices of all others, so a member without the communicator to split
+        // would not be noticed.
         let mut all_have_split_comms = split_comm && ranks.len() <= COMPARED;
         let text = postcard::to_stdvec(&(&own, split_comm))
             .map_err(|error| Error::Internal(format!("a device cannot be serialized: {error}")))?;
@@ -472,14 +482,14 @@ impl Cuda {
     }
 
     /// Frees the memory that the members share, once none of them has operations in flight.
-    fn retire(&self, part: &DeviceCommunicator) {
-        let Some(peers) = &part.peers else { return };
+    fn retire(&self, device_comm: &DeviceCommunicator) {
+        let Some(peers) = &device_comm.peers else { return };
         let (ranks, me) = (&self.members.ranks, self.members.me);
         let read = |store: &Arc<dyn Store>, at: usize| {
-            store.get(&self.key(part.number, "retired", at), &[ranks[at]], RETIRE_LIMIT).is_ok()
+            store.get(&self.key(device_comm.number, "retired", at), &[ranks[at]], RETIRE_LIMIT).is_ok()
         };
         if let Ok(store) = self.store()
-            && store.set(&self.key(part.number, "retired", me), &[]).is_ok()
+            && store.set(&self.key(device_comm.number, "retired", me), &[]).is_ok()
             && (0..ranks.len()).all(|at| read(store, at))
         {
             peers.set_unused();
@@ -500,13 +510,15 @@ impl Cuda {
     }
 
     fn store(&self) -> Result<&Arc<dyn Store>> {
-        self.store.get().ok_or_else(|| Error::Internal(format!("group {} has no store to meet on", self.id)))
+        self.store
+            .get()
+            .ok_or_else(|| Error::Internal(format!("group {} has no store to exchange NCCL's unique id", self.id)))
     }
 
     /// Reads the value that `rank` writes to `key`.
     fn read(&self, key: &str, rank: usize, wait: &Wait<'_>) -> Result<Vec<u8>> {
         // Values that are present count even after the deadline: this member itself may have caused the delay.
-        let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
+        let remaining = wait.deadline.saturating_duration_since(Instant::now()).max(LAST_QUERY_TIMEOUT);
         self.store()?.get(key, &[rank], remaining).map_err(|error| match error {
             Error::Timeout { missing, limit, .. } => {
                 Error::Timeout { during: (wait.during)(), waited: wait.start.elapsed(), missing, limit }
@@ -525,7 +537,7 @@ impl Cuda {
     /// Prefers that report.
     fn explain(&self, error: Error, during: &dyn Fn() -> String) -> Error {
         let Error::Device { .. } = error else { return error };
-        let deadline = Instant::now() + NEWS_TIME;
+        let deadline = Instant::now() + DEATH_REPORT_TIMEOUT;
         loop {
             let seen = self.monitor.generation();
             if let Some(error) = watch::departed(self) {
@@ -560,7 +572,7 @@ impl Cuda {
                 )))
             }
             Request::Recv { from: None, .. } => Err(Error::Unsupported(
-                "recv from any rank: NCCL has no such thing for CUDA tensors: name the rank".into(),
+                "recv from any rank: NCCL does not support it for CUDA tensors: pass the source rank".into(),
             )),
             Request::AllReduceWindow { .. } => {
                 Err(Error::Internal("a window of host memory was passed to an operation on CUDA tensors".into()))
@@ -580,15 +592,19 @@ fn discard(abort: impl FnOnce() + Send + 'static) {
         drop(ended);
     };
     match std::thread::Builder::new().name("smd-cuda-abort".into()).spawn(work) {
-        Err(error) => tracing::error!("a communicator of NCCL's cannot be aborted: no thread for it: {error}"),
+        Err(error) => {
+            tracing::error!("an NCCL communicator cannot be aborted, because no thread can be started: {error}")
+        }
         Ok(_) if end.recv_timeout(ABORT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) => {
-            tracing::warn!("NCCL has not aborted a communicator within {ABORT_LIMIT:?}; it goes on in the background");
+            tracing::warn!(
+                "NCCL has not aborted a communicator within {ABORT_LIMIT:?}; the abort continues in the background"
+            );
         }
         Ok(_) => {}
     }
 }
 
-/// The store, as seen by the members that make a part.
+/// The store, as seen by the members that create a communicator.
 struct GroupStore<'a> {
     owner: &'a Cuda,
     number: u64,
@@ -655,45 +671,4 @@ fn is_message(request: &Request) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::buffer::{DType, ReduceOp, TensorView};
-
-    fn view(device: Device) -> TensorView {
-        // SAFETY: nobody reads or writes through it.
-        unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, 7) }.unwrap()
-    }
-
-    #[test]
-    fn a_request_in_another_stream_is_otherwise_the_same() {
-        let gpu = || view(Device::Cuda(1));
-        let (inputs, outputs) = (vec![gpu(), gpu()], vec![gpu(), gpu()]);
-        let (data, op, root) = (gpu(), ReduceOp::Max, 1);
-        for request in [
-            Request::AllReduce { input: data, output: data, op },
-            Request::Reduce { input: data, output: data, op, root },
-            Request::Broadcast { data, root },
-            Request::AllGather { input: data, outputs: outputs.clone() },
-            Request::Gather { input: data, outputs: outputs.clone(), root },
-            Request::Scatter { inputs: inputs.clone(), output: data, root },
-            Request::ReduceScatter { inputs: inputs.clone(), output: data, op },
-            Request::AllToAll { inputs, outputs },
-        ] {
-            let moved = call::on_stream(&request, 9);
-            assert!(call::views(&moved).iter().all(|view| view.stream() == 9 && view.ptr() == data.ptr()), "{moved:?}");
-            assert_eq!(call::views(&moved).len(), call::views(&request).len());
-        }
-    }
-
-    #[test]
-    fn views_agree_about_their_place() {
-        let send = |device| Request::Send { data: view(device), to: 0, tag: 0 };
-        assert_eq!(place(&[send(Device::Cuda(2)), send(Device::Cuda(2))]).unwrap(), (2, 7));
-        let text = place(&[send(Device::Cuda(2)), send(Device::Cuda(0))]).unwrap_err().to_string();
-        assert_eq!(text, "tensors on `cuda:2` and `cuda:0` are mixed");
-        assert!(place(&[send(Device::Cuda(2)), send(Device::Cpu)]).is_err());
-        let (input, output) = (view(Device::Cuda(1)), view(Device::Cuda(1)));
-        let reduce = Request::AllReduce { input, output, op: ReduceOp::Sum };
-        assert!(is_on_device(&reduce) && !is_on_device(&Request::Barrier));
-    }
-}
+mod tests;

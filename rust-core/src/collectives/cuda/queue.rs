@@ -102,7 +102,9 @@ pub(super) unsafe fn queue(comm: &Comm, request: &Request, me: usize, size: usiz
         | Request::AllGatherRows { .. }
         | Request::AllToAllRows { .. }
         | Request::Adasum { .. }
-        | Request::Barrier => Err(Error::Internal("an operation that is none of CUDA's was queued on a device".into())),
+        | Request::Barrier => {
+            Err(Error::Internal("an operation that devices do not support was queued on a device".into()))
+        }
     }
 }
 
@@ -135,7 +137,7 @@ fn row(blocks: &[TensorView]) -> Result<Option<*mut u8>> {
     }
     let beside = |(at, block): (usize, &TensorView)| block.ptr() as usize == first.ptr() as usize + at * bytes;
     if bytes > 0 && !blocks.iter().enumerate().all(beside) {
-        return Err(Error::InvalidArgument("blocks of equal length on a device must lie side by side".to_owned()));
+        return Err(Error::InvalidArgument("blocks of equal length on a device must be contiguous".to_owned()));
     }
     Ok(Some(first.ptr()))
 }
@@ -146,7 +148,7 @@ mod tests {
     use crate::buffer::{DType, Device};
 
     fn view(start: usize, elems: usize) -> TensorView {
-        // SAFETY: nobody reads or writes through it.
+        // SAFETY: no code reads or writes through it.
         unsafe { TensorView::new(start as *mut u8, elems, DType::Float32, Device::Cuda(0), 0) }.unwrap()
     }
 

@@ -19,24 +19,24 @@ use crate::device::nccl::Parent;
 use crate::error::{Error, Result};
 
 /// Polling interval while NCCL splits.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How long members may stay inside of NCCL after one of them has failed there.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// A member's part in a split.
+/// A member's argument of a split, as the color and the key of `ncclCommSplit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
-    /// It becomes a member of the new group with this color, at the position of its `key`.
-    In {
-        /// The color, equal on all members of the new group.
+pub(crate) enum SplitColor {
+    /// The member joins the new group with this color.
+    Color {
+        /// Equal on all members of the new group.
         color: usize,
-        /// Its position in the new group.
+        /// The member's position in the new group.
         key: usize,
     },
-    /// It is in no new group.
-    Out,
-    /// It cannot take part, so the communicator is not split.
-    Refuses,
+    /// The member joins no new group.
+    NoColor,
+    /// The member cannot take part, so no communicator is split.
+    Refuse,
 }
 
 impl Cuda {
@@ -44,48 +44,48 @@ impl Cuda {
     /// non-negative number.
     ///
     /// # Errors
-    /// Those of `agree`. If NCCL cannot split, that is no error: the result has no communicator.
+    /// Those of `agree`. If NCCL cannot split, that is not an error: the result has no communicator.
     pub(in crate::collectives) fn split(
         self: &Arc<Self>,
-        side: Side,
+        color: SplitColor,
         agree: impl Fn(i64) -> Result<bool>,
     ) -> Result<Option<Parent>> {
-        let part = match &self.parts.read()[..] {
-            [part] if side != Side::Refuses => Some(part.clone()),
+        let device_comm = match &self.device_comms.read()[..] {
+            [device_comm] if color != SplitColor::Refuse => Some(device_comm.clone()),
             // With several devices, it would not be clear which communicator to split.
             _ => None,
         };
-        let agreed = agree(part.as_ref().map_or(-1, |part| part.number as i64))?;
-        let Some(part) = part.filter(|_| agreed) else { return Ok(None) };
+        let agreed = agree(device_comm.as_ref().map_or(-1, |device_comm| device_comm.number as i64))?;
+        let Some(device_comm) = device_comm.filter(|_| agreed) else { return Ok(None) };
         let start = Instant::now();
-        let outcome = self.split_part(part, side, start);
-        let all_well = match &outcome {
+        let outcome = self.split_device_comm(device_comm, color, start);
+        let all_split = match &outcome {
             Ok(_) => agree(0),
-            Err(error) => self.or_end(error, || agree(-1)),
+            Err(error) => self.agree_or_abort(error, || agree(-1)),
         };
         match outcome {
-            Ok(split_comm) if matches!(all_well, Ok(true)) => {
-                tracing::debug!("group {} was divided on devices after {:.1?}", self.id, start.elapsed());
+            Ok(split_comm) if matches!(all_split, Ok(true)) => {
+                tracing::debug!("group {} was split on devices after {:.1?}", self.id, start.elapsed());
                 Ok(split_comm)
             }
             Ok(split_comm) => {
                 split_comm.iter().for_each(Parent::abort);
-                all_well.map(|_| None)
+                all_split.map(|_| None)
             }
             Err(error) => {
-                tracing::debug!("group {} was not divided on devices: {error}", self.id);
-                all_well.map(|_| None)
+                tracing::debug!("group {} was not split on devices: {error}", self.id);
+                all_split.map(|_| None)
             }
         }
     }
 
-    /// Returns the result of `agree`. Members that wait inside of NCCL for this one, which failed with `error`, would
-    /// wait forever; they are aborted.
-    fn or_end<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
+    /// Returns the result of `agree`. Members that wait inside of NCCL for this member, which
+    /// failed with `error`, would wait forever. So the group's operations are aborted.
+    fn agree_or_abort<T>(self: &Arc<Self>, error: &Error, agree: impl FnOnce() -> T) -> T {
         let (agreed, over) = mpsc::channel::<()>();
         let (own, error) = (self.clone(), error.clone());
         let watch = move || {
-            if over.recv_timeout(GRACE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if over.recv_timeout(GRACE_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
                 own.end(error);
             }
         };
@@ -96,26 +96,26 @@ impl Cuda {
         outcome
     }
 
-    fn split_part(
+    fn split_device_comm(
         self: &Arc<Self>,
-        part: Arc<DeviceCommunicator>,
-        side: Side,
+        device_comm: Arc<DeviceCommunicator>,
+        color: SplitColor,
         start: Instant,
     ) -> Result<Option<Parent>> {
-        let during = || format!("making groups out of group {} on CUDA devices", self.id);
+        let during = || format!("splitting group {} on CUDA devices", self.id);
         let wait = self.wait(&during, start);
         // Creating the communicator allocates device memory, which may wait for the device, and its kernels may wait
         // for other members.
-        while !relaxed(|| part.completed()) {
+        while !relaxed(|| device_comm.completed()) {
             self.check(during)?;
             wait.check(|| self.others())?;
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        let place = match side {
-            Side::In { color, key } => Some((color, key)),
-            Side::Out | Side::Refuses => None,
+        let place = match color {
+            SplitColor::Color { color, key } => Some((color, key)),
+            SplitColor::NoColor | SplitColor::Refuse => None,
         };
-        let joined = part.split(place, || {
+        let joined = device_comm.split(place, || {
             self.check(during)?;
             wait.check(|| self.others())
         });

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn one_shot_may_lack_the_room() {
+    fn one_shot_is_chosen_only_for_sizes_that_fit() {
         let mut samples = machine(true);
         samples
             .retain(|sample| sample.bytes <= 256 << 10 || !matches!(sample.algorithm, DeviceAlgorithm::OneShot { .. }));

@@ -17,7 +17,7 @@ use crate::collectives::Request;
 use crate::device::driver::relaxed;
 use crate::device::ending;
 use crate::error::{Error, Limit, Result};
-use crate::transport::{Members, NAP};
+use crate::transport::{Members, POLL_INTERVAL};
 use crate::world::Departure;
 
 /// How long an operation may stay in flight after one of its members has left in good order.
@@ -26,9 +26,9 @@ const LEFT_LIMIT: Duration = Duration::from_secs(5);
 /// interval at which they look.
 const ENDED_AFTER: Duration = Duration::from_millis(500);
 /// The timeout of such a look.
-const ENDED_LOOK: Duration = Duration::from_millis(5);
+const ENDED_QUERY_TIMEOUT: Duration = Duration::from_millis(5);
 /// Additional time after the timeout for the other members' records to arrive.
-const NOTES_TIME: Duration = Duration::from_secs(1);
+const RECORDS_TIMEOUT: Duration = Duration::from_secs(1);
 
 struct Watchdog {
     groups: Mutex<Vec<Weak<Cuda>>>,
@@ -46,23 +46,23 @@ pub(super) fn add(group: &Arc<Cuda>) -> Result<()> {
     }
     WATCH.added.notify_all();
     drop(groups);
-    let spawn = |name: &str, look: fn(&Arc<Cuda>, &mut WaitRecords)| {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(look));
-        thread.map(drop).map_err(|error| Error::io("starting a thread that watches over devices", error))
+    let spawn = |name: &str, check: fn(&Arc<Cuda>, &mut WaitRecords)| {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || work(check));
+        thread.map(drop).map_err(|error| Error::io("starting the thread that monitors devices", error))
     };
     // Another thread may capture a stream; queries must not invalidate that capture.
     let start = || {
         spawn("smd-cuda-peers", |group, _| check_departures(group))?;
         spawn("smd-cuda", |group, notes| {
             if let Ok(_guard) = ending::enter_driver() {
-                relaxed(|| look_at(group, notes));
+                relaxed(|| check_operations(group, notes));
             }
         })
     };
     THREAD.get_or_init(start).clone()
 }
 
-fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
+fn work(check: fn(&Arc<Cuda>, &mut WaitRecords)) {
     let mut notes = WaitRecords::default();
     loop {
         let groups: Vec<Arc<Cuda>> = {
@@ -78,12 +78,12 @@ fn work(look: fn(&Arc<Cuda>, &mut WaitRecords)) {
         let seen = monitor.generation();
         for group in groups.iter().filter(|group| group.failed.get().is_none()) {
             // If watching a group fails, that group ends; the others are still watched.
-            if let Some(error) = Error::of_thread("that watches over devices", || look(group, &mut notes)) {
+            if let Some(error) = Error::of_thread("that watches over devices", || check(group, &mut notes)) {
                 group.end(error);
             }
         }
         drop(groups);
-        monitor.wait_change(seen, NAP);
+        monitor.wait_change(seen, POLL_INTERVAL);
     }
 }
 
@@ -93,25 +93,27 @@ fn check_departures(group: &Arc<Cuda>) {
     }
 }
 
-fn look_at(group: &Arc<Cuda>, notes: &mut WaitRecords) {
-    for part in group.all_parts() {
-        if let Some(error) = part.comm.async_error() {
+fn check_operations(group: &Arc<Cuda>, notes: &mut WaitRecords) {
+    for device_comm in group.all_device_comms() {
+        if let Some(error) = device_comm.comm.async_error() {
             // The connection to a member that died may be lost before its death is reported.
-            let first = part.flights.lock().first().map(|calls| calls.requests[0].clone());
+            let first = device_comm.flights.lock().first().map(|calls| calls.requests[0].clone());
             let error = match first {
                 Some(request) => group.explain(error, &|| group.describe(&request)),
                 None => error,
             };
             return fail(group, error);
         }
-        if let Some(error) = differing(group, &part) {
+        if let Some(error) = differing(group, &device_comm) {
             // Other members' kernels may wait elsewhere and must learn of it as well.
             return group.end(error);
         }
-        if part.completed() {
+        if device_comm.completed() {
             continue;
         }
-        let why = left(group, &part).or_else(|| ended(group, &part, notes)).or_else(|| stuck(group, &part, notes));
+        let why = left(group, &device_comm)
+            .or_else(|| ended(group, &device_comm, notes))
+            .or_else(|| stuck(group, &device_comm, notes));
         if let Some(error) = why {
             return fail(group, error);
         }
@@ -124,30 +126,30 @@ pub(super) fn fail(group: &Arc<Cuda>, error: Error) {
     if group.closed.get().is_some() && group.failed.get().is_none() {
         // No later call of the group will raise the error, so it is logged.
         tracing::error!(
-            "group {} was closed with operations on devices under way, which were ended: {error}",
+            "group {} was closed while operations on devices were running, which were aborted: {error}",
             group.id
         );
     }
     let _ = group.failed.set(error);
-    let mut parts = std::mem::take(&mut *group.parts.write());
-    parts.append(&mut group.closing.write());
-    for part in parts {
+    let mut device_comms = std::mem::take(&mut *group.device_comms.write());
+    device_comms.append(&mut group.closing.write());
+    for device_comm in device_comms {
         // An abort waits for the device, where kernels of other groups may spin that are aborted next; so each has a
         // thread.
         let abort = std::thread::Builder::new().name("smd-cuda-abort".into());
-        if let Err(error) = abort.spawn(move || part.abort()) {
-            tracing::error!("operations on a device cannot be ended: no thread for it: {error}");
+        if let Err(error) = abort.spawn(move || device_comm.abort()) {
+            tracing::error!("operations on a device cannot be aborted, because no thread can be started: {error}");
         }
     }
 }
 
 /// The error if kernels of two members have found that their calls differ (PEER-2).
-fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
-    let mismatch = part.peers.as_ref()?.mismatch()?;
+fn differing(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
+    let mismatch = device_comm.peers.as_ref()?.mismatch()?;
     let (me, other) = (group.members.me, mismatch.member);
     // The calls in question, unless calls in CUDA graphs came between.
     let mine = mismatch.call.and_then(|call| {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         flights.queue.iter().find_map(|flight| {
             let reaches = |made: &&u32| (made.wrapping_sub(call) as i32) >= 0;
             let count = flight.peer_calls.iter().find(reaches)?;
@@ -157,11 +159,11 @@ fn differing(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
     });
     let mine = mine.unwrap_or_else(|| vec!["an operation that is not known".to_owned()]);
     let ranks = &group.members.ranks;
-    let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, part.number);
+    let key = |at: usize| format!("cuda/{:x}/{}/differs/{at}", group.id, device_comm.number);
     // If the store fails, the job is ending, which has its own errors.
     let theirs = group.store.get().and_then(|store| {
         let _ = store.set(&key(me), &postcard::to_stdvec(&mine).ok()?);
-        let text = store.get(&key(other), &[ranks[other]], NOTES_TIME).ok()?;
+        let text = store.get(&key(other), &[ranks[other]], RECORDS_TIMEOUT).ok()?;
         postcard::from_bytes::<Vec<String>>(&text).ok()
     });
     let theirs = theirs.unwrap_or_else(|| vec!["something else".to_owned()]);
@@ -178,12 +180,12 @@ fn difference(mine: &[String], theirs: &[String]) -> (String, String) {
     let common = mine.iter().zip(theirs).position(|(mine, theirs)| mine != theirs);
     // The difference may be one that the texts do not show.
     let at = common.or((mine.len() != theirs.len()).then_some(mine.len().min(theirs.len()))).unwrap_or(0);
-    let say = |calls: &[String]| match (calls.get(at), calls.len()) {
+    let describe = |calls: &[String]| match (calls.get(at), calls.len()) {
         (Some(call), 1) => call.clone(),
         (Some(call), count) => format!("{call} as number {} of {count} at once", at + 1),
         (None, count) => format!("{} as the last of {count} at once", calls.last().map_or("nothing", String::as_str)),
     };
-    (say(mine), say(theirs))
+    (describe(mine), describe(theirs))
 }
 
 /// The error if a member of the group died or failed.
@@ -200,8 +202,8 @@ pub(super) fn departed(group: &Cuda) -> Option<Error> {
 }
 
 /// The error if a member left in good order while this one waits for it.
-fn left(group: &Cuda, part: &DeviceCommunicator) -> Option<Error> {
-    let flights = part.flights.lock();
+fn left(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
+    let flights = device_comm.flights.lock();
     let calls = flights.first()?;
     if group.monitor.generation() == 0 || calls.since.elapsed() < LEFT_LIMIT {
         return None;
@@ -219,8 +221,8 @@ fn ended_key(group: &Cuda) -> String {
     format!("cuda/{:x}/ended", group.id)
 }
 
-/// Tells the other members that this one takes no part in further operations.
-pub(super) fn say_ended(group: &Cuda, reason: &Error) {
+/// Notifies the other members that this one takes no part in further operations.
+pub(super) fn report_ended(group: &Cuda, reason: &Error) {
     if let Some(store) = group.store.get()
         && let Ok(text) = postcard::to_stdvec(&(group.members.me, reason.to_string()))
     {
@@ -230,9 +232,9 @@ pub(super) fn say_ended(group: &Cuda, reason: &Error) {
 }
 
 /// The error if another member has ended its part.
-fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
+fn ended(group: &Cuda, device_comm: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let during = {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         let calls = flights.first().filter(|calls| calls.since.elapsed() >= ENDED_AFTER)?;
         group.describe(&calls.requests[0])
     };
@@ -240,7 +242,7 @@ fn ended(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     if !notes.is_time(&key, ENDED_AFTER) {
         return None;
     }
-    let text = group.store.get()?.get(&key, &[], ENDED_LOOK).ok()?;
+    let text = group.store.get()?.get(&key, &[], ENDED_QUERY_TIMEOUT).ok()?;
     let (member, reason) = postcard::from_bytes::<(usize, String)>(&text).ok()?;
     let Members { ranks, me } = &group.members;
     let rank = ranks.get(member).copied().filter(|_| member != *me)?;
@@ -288,9 +290,9 @@ impl WaitRecords {
     }
 }
 
-fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
+fn stuck(group: &Cuda, device_comm: &DeviceCommunicator, notes: &mut WaitRecords) -> Option<Error> {
     let (note, since, timeout, partners) = {
-        let flights = part.flights.lock();
+        let flights = device_comm.flights.lock();
         let calls = flights.first()?;
         if calls.since.elapsed() < calls.timeout / 2 {
             return None;
@@ -302,7 +304,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
         (note, calls.since, calls.timeout, partners)
     };
     let store = group.store.get()?;
-    let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, part.number);
+    let key = |rank: usize| format!("cuda/{:x}/{}/stuck/{rank}", group.id, device_comm.number);
     let me = group.members.ranks[group.members.me];
     if notes.is_new(&key(me), since)
         && let Ok(text) = postcard::to_stdvec(&note)
@@ -313,7 +315,7 @@ fn stuck(group: &Cuda, part: &DeviceCommunicator, notes: &mut WaitRecords) -> Op
     if since.elapsed() < timeout {
         return None;
     }
-    let deadline = Instant::now() + NOTES_TIME;
+    let deadline = Instant::now() + RECORDS_TIMEOUT;
     let read = |rank: usize| {
         let remaining = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let text = store.get(&key(rank), &[], remaining).ok()?;
@@ -344,12 +346,12 @@ fn compare(me: usize, mine: &WaitRecord, waited: Duration, others: &[(usize, Opt
     };
     let other = others.iter().find_map(|(rank, note)| Some((*rank, note.as_ref().filter(|note| differs(note))?)));
     if let Some((rank, theirs)) = other {
-        let say =
+        let describe =
             |rank, note: &WaitRecord| format!("rank {rank} waits in {} after {} others", note.text, note.position);
         let (low, high) = if me < rank { ((me, mine), (rank, theirs)) } else { ((rank, theirs), (me, mine)) };
         return Error::Mismatch {
             during: format!("{} on CUDA tensors, stuck for {waited:.1?}", mine.text),
-            detail: format!("{}, {}", say(low.0, low.1), say(high.0, high.1)),
+            detail: format!("{}, {}", describe(low.0, low.1), describe(high.0, high.1)),
         };
     }
     let missing: Vec<usize> = others.iter().filter(|(_, note)| note.is_none()).map(|(rank, _)| *rank).collect();

@@ -201,7 +201,7 @@ unsafe fn run<I, E: ElementFormat<I, N>, const N: usize>(
     }
 }
 
-/// Asks for these bytes to be in the core's cache soon.
+/// Prefetches these bytes into the core's cache.
 #[inline(always)]
 fn fetch(from: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]

@@ -20,7 +20,7 @@ pub(super) unsafe fn fold(fold: &Fold<'_>) {
     unsafe { best(fold) }
 }
 
-/// What this processor can run, best first.
+/// The variants of the loop that this processor can run, best first.
 pub(super) fn candidates() -> impl Iterator<Item = (&'static str, FoldFunction)> {
     let mut found: Vec<(&'static str, FoldFunction)> = Vec::new();
     #[cfg(target_arch = "x86_64")]

@@ -85,8 +85,8 @@ pub(crate) fn check(dtype: DType, op: ReduceOp) -> Result<(), String> {
 ///
 /// # Safety
 /// Every source is valid for reads and every output for writes of `elems` elements, aligned to the element's parts; a
-/// carry, in or out, for as many elements of [`carry_bytes`]. An output is the same memory as a source or does not overlap
-/// it. [`check`] accepts the pair of dtype and op.
+/// carry, in or out, for as many elements of [`carry_bytes`]. An output is the same memory as a source or does not
+/// overlap it. [`check`] accepts the pair of dtype and op.
 pub(crate) unsafe fn fold(fold: &Fold<'_>) {
     // SAFETY: the caller's promise is the callee's.
     unsafe { isa::fold(fold) }

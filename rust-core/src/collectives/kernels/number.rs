@@ -88,8 +88,8 @@ macro_rules! complexes {
 }
 complexes!(f32, f64);
 
-/// A bool as torch stores it: one byte, 0 or 1 when written, anything but 0 is true when read. Not a Rust `bool`: a carry
-/// that a peer sent may hold any bits.
+/// A bool as torch stores it: one byte, 0 or 1 when written, anything but 0 is true when read. Not a Rust `bool`: a
+/// carry that a peer sent may hold any bits.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct BoolByte(u8);

@@ -37,7 +37,7 @@ pub(super) fn mismatches_are_told_to_all(make: MakeTransports) {
                 communicator.run(&request).unwrap_err().code()
             });
             assert_eq!(codes, vec![Code::Mismatch; size]);
-            // The group goes on.
+            // The group continues.
             on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
         }
     }
@@ -165,7 +165,7 @@ pub(super) fn closing_ends_waits(make: MakeTransports) {
 #[test]
 fn a_lost_rank_times_out() {
     let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
-    net[1].lose();
+    net[1].disconnect();
     let timeout = Duration::from_millis(200);
     let communicator = Communicator::new(0, net[0].clone(), Arc::new(Monitor::new(0)), timeout);
     let error = communicator.run(&Request::Barrier).unwrap_err();

@@ -301,8 +301,8 @@ macro_rules! contract {
                 super::messages::messages_that_nobody_receives_are_bounded(MAKE);
             }
             #[test]
-            fn a_panic_in_a_completion_spoils_the_group() {
-                super::panics::a_panic_in_a_completion_spoils_the_group(MAKE);
+            fn a_panic_in_a_completion_stops_the_group() {
+                super::panics::a_panic_in_a_completion_stops_the_group(MAKE);
             }
             #[test]
             fn windows() {
@@ -359,6 +359,6 @@ macro_rules! contract {
 contract!(shm, 200_000, &[0, 1, 100, 8_191, 8_193, 40_000, 700_001, 2_500_000]);
 contract!(mock, 2_000, &[0, 1, 100, 8_193]);
 contract!(pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
-contract!(dealt, 20_000, &[0, 1, 100, 8_193, 700_001]);
+contract!(alternating, 20_000, &[0, 1, 100, 8_193, 700_001]);
 contract!(tcp_pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
-contract!(tcp_dealt, 20_000, &[0, 1, 100, 8_193, 700_001]);
+contract!(tcp_alternating, 20_000, &[0, 1, 100, 8_193, 700_001]);

@@ -10,7 +10,7 @@ use crate::error::{Code, Error};
 
 const TEXT: &str = "the callback of step 12 broke";
 
-pub(super) fn a_panic_in_a_completion_spoils_the_group(make: MakeTransports) {
+pub(super) fn a_panic_in_a_completion_stops_the_group(make: MakeTransports) {
     let job = job(make, 2, TIMEOUT);
     on_all(&job, |me, communicator| {
         let mut data = Memory::random(DType::Float32, 100, me as u64);

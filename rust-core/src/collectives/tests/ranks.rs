@@ -79,7 +79,7 @@ pub(super) fn pairs(size: usize) -> Vec<Arc<dyn Transport>> {
 }
 
 /// Members assigned to two hosts in turn, so that adjacent ranks are on different hosts.
-pub(super) fn dealt(size: usize) -> Vec<Arc<dyn Transport>> {
+pub(super) fn alternating(size: usize) -> Vec<Arc<dyn Transport>> {
     over_mpi(size, |member| member % 2)
 }
 
@@ -87,7 +87,7 @@ pub(super) fn tcp_pairs(size: usize) -> Vec<Arc<dyn Transport>> {
     over_tcp(size, |member| member / 2)
 }
 
-pub(super) fn tcp_dealt(size: usize) -> Vec<Arc<dyn Transport>> {
+pub(super) fn tcp_alternating(size: usize) -> Vec<Arc<dyn Transport>> {
     over_tcp(size, |member| member % 2)
 }
 

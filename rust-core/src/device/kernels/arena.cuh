@@ -95,18 +95,18 @@ struct Call {
 
   // Waits until this block of every member has reached `phase` (0 or 1) of the call; their earlier writes are visible
   // afterwards. Returns false to the whole block if it must give up.
-  __device__ bool meet(int phase) {
+  __device__ bool barrier(int phase) {
     __syncthreads();
     const u64 epoch = 2 * number + phase;
-    tell(epoch);
-    const bool met = wait(epoch);
+    signal(epoch);
+    const bool reached = wait(epoch);
     if (phase == 0) count();
-    return met;
+    return reached;
   }
 
   // Signals to this block of every other member that it has reached `epoch`, which makes its earlier writes visible.
   // Called behind a barrier of the block.
-  __device__ void tell(u64 epoch) const {
+  __device__ void signal(u64 epoch) const {
     if (stopped || threadIdx.x >= RANKS || threadIdx.x == peers.me) return;
     store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word(epoch));
   }

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const
       __syncthreads();
       if (threadIdx.x == other && next.tensor < all.count) *(Vector *)to->marks = marks[round % 2].vector;
       if (round == 1 && !call.wait(2 * call.number)) return;
-      call.tell(2 * (call.number + round));
+      call.signal(2 * (call.number + round));
     }
     if (round > 0) {
       const u64 number = call.number + round - 1;

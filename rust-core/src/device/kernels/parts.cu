@@ -154,7 +154,7 @@ static __device__ __forceinline__ void fold(const Chunks &all, const Work &work,
 }
 
 // Copies the others' results.
-static __device__ __forceinline__ void take(const Chunks &all, const Work &work, u64 number) {
+static __device__ __forceinline__ void copy_results(const Chunks &all, const Work &work, u64 number) {
   const u32 me = all.peers.me;
   const bool vectors_are_whole = aligned(work.tensor.output);
   const Slot *mine = slot(all, me, number);
@@ -205,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_parts(const 
       if (threadIdx.x < RANKS && threadIdx.x != me && sends && now.tensor < all.count)
         *(Vector *)slot(all, threadIdx.x, number)->sent[place(me, threadIdx.x)].marks =
             marks[round % 2].vectors[threadIdx.x];
-      call.tell(2 * number);
+      call.signal(2 * number);
     }
-    if (round > 1 && first.tensor < all.count) take(all, Work(all.tensors[first.tensor], first.start), number - 2);
+    if (round > 1 && first.tensor < all.count) copy_results(all, Work(all.tensors[first.tensor], first.start), number - 2);
   }
   call.count(all.rounds + 1);
 }

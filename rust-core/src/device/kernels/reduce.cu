@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(512) one_shot(const __grid_constant
           if (rank != me) call.staging(rank)[me * vectors + position] = values[step];
     }
   }
-  if (!call.meet(0)) return;
+  if (!call.barrier(0)) return;
   fold_all(
       call, vectors, vectors, [&](u64 at) { return load(all.input, at, all.elems, whole_input); },
       [&](u64 at, const Vector &vector) { store(all.output, at, all.elems, whole_output, vector); });
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant
   move_all(
       me, part, has, [&](int rank, u64 at) { return load(all.input, rank * part + at, all.elems, whole_input); },
       [&](int rank, u64 at, const Vector &vector) { call.staging(rank)[me * part + at] = vector; });
-  if (!call.meet(0)) return;
+  if (!call.barrier(0)) return;
   // Results are stored behind the data to reduce.
   const u64 results = RANKS * part, first = me * part;
   const u64 count = first >= vectors ? 0 : vectors - first < part ? vectors - first : part;
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(512) two_shot(const __grid_constant
           if (rank != me) call.staging(rank)[results + first + at] = vector;
         store(all.output, first + at, all.elems, whole_output, vector);
       });
-  if (!call.meet(1)) return;
+  if (!call.barrier(1)) return;
   const Vector *received = call.staging(me) + results;
   move_all(
       me, part, has, [&](int rank, u64 at) { return received[rank * part + at]; },
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(512) reduce_scatter(const __grid_co
       me, part, [](int, u64) { return true; },
       [&](int rank, u64 at) { return load(all.inputs[rank], at, all.elems, aligned(all.inputs[rank])); },
       [&](int rank, u64 at, const Vector &vector) { call.staging(rank)[me * part + at] = vector; });
-  if (!call.meet(0)) return;
+  if (!call.barrier(0)) return;
   const TYPE *own = all.inputs[me];
   const bool whole_own = aligned(own);
   fold_all(

@@ -7,7 +7,7 @@ use cudarc::nccl::sys::ncclComm_t;
 use parking_lot::ReentrantMutex;
 
 use super::library::{Functions, nccl};
-use super::parent::{Config, Handle, POLL_NAP, Parent, call, free, state};
+use super::parent::{Config, Handle, POLL_INTERVAL, Parent, call, free, state};
 use crate::device::driver::{Context, relaxed};
 use crate::error::{Error, Result};
 
@@ -36,15 +36,15 @@ impl Comm {
         mut check: impl FnMut() -> Result<()>,
     ) -> std::result::Result<Self, (Vec<Parent>, Error)> {
         let context = parent.context;
-        let lost = || Error::Internal("NCCL made no communicator for the operations of a group".into());
+        let lost = || Error::Internal("NCCL created no communicator for the operations of a group".into());
         let place = Some((0, rank));
-        let shared = parent.divide(place, Config::SHARED, &mut check).and_then(|raw| raw.ok_or_else(lost));
+        let shared = parent.split_raw(place, Config::SHARED, &mut check).and_then(|raw| raw.ok_or_else(lost));
         let stop = match shared {
             Ok(raw) => Parent::new(raw, context),
             Err(error) => return Err((vec![parent], error)),
         };
         let joined = stop.settle("joining a group", &mut check);
-        let made = joined.and_then(|()| stop.divide(place, Config::BLOCKING, &mut check));
+        let made = joined.and_then(|()| stop.split_raw(place, Config::BLOCKING, &mut check));
         match made.and_then(|raw| raw.ok_or_else(lost)) {
             Ok(raw) => Ok(Self { operations: ReentrantMutex::new(Handle(Cell::new(raw))), stop, parent, context }),
             Err(error) => Err((vec![stop, parent], error)),
@@ -94,7 +94,7 @@ impl Comm {
             let thread = thread.map_err(|error| Error::io("starting a thread for NCCL", error))?;
             while !thread.is_finished() {
                 check().inspect_err(|_| self.abort())?;
-                std::thread::sleep(POLL_NAP);
+                std::thread::sleep(POLL_INTERVAL);
             }
             thread.join().unwrap_or_else(|_| Err(Error::Internal("a thread that calls NCCL panicked".into())))
         })
@@ -120,7 +120,7 @@ impl Comm {
         match self.interruptible(check, || self.call("closing a group", finalize)) {
             Ok(()) => {
                 free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
-                // These have run no operation that other members wait for.
+                // These communicators have run no operation that other members wait for.
                 self.stop.abort();
                 self.parent.abort();
             }

@@ -163,7 +163,7 @@ pub fn reduction(view: &TensorView, op: ReduceOp) -> Result<(usize, ncclDataType
     let dtype = view.dtype();
     let refuse = || {
         let op = format!("{op:?}").to_lowercase();
-        Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU for it")))
+        Err(Error::Unsupported(format!("NCCL has no reduction `{op}` of {dtype}: move the tensor to the CPU")))
     };
     if dtype == DType::Bool {
         // Bools have the values 0 and 1.
@@ -204,11 +204,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nccl_lacks_is_refused_by_name() {
+    fn reductions_that_nccl_lacks_are_rejected_with_their_names() {
         let text = |dtype, op| reduction(&TensorView::empty(dtype), op).unwrap_err().to_string();
         assert_eq!(
             text(DType::Int32, ReduceOp::BitXor),
-            "NCCL has no reduction `bitxor` of int32: move the tensor to the CPU for it"
+            "NCCL has no reduction `bitxor` of int32: move the tensor to the CPU"
         );
         assert!(text(DType::Complex64, ReduceOp::Product).contains("`product` of complex64"));
         assert!(reduction(&TensorView::empty(DType::Bool), ReduceOp::Sum).is_ok());

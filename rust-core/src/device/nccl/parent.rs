@@ -17,7 +17,7 @@ const UNSET: c_int = c_int::MIN;
 /// The color of a member that gets no communicator in a split.
 const NO_COLOR: c_int = -1;
 /// Polling interval for NCCL's threads, and for threads of the core inside of NCCL.
-pub(super) const POLL_NAP: Duration = Duration::from_micros(200);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// `ncclConfig_t` as of 2.18. Every later version accepts it, because it contains its size and version.
 #[repr(C)]
@@ -67,7 +67,7 @@ impl UniqueId {
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: `id` is valid for the write.
         let answer = unsafe { (nccl.functions.ncclGetUniqueId)(&mut id) };
-        nccl.check(answer, std::ptr::null_mut(), || "making a unique id for a group".into())?;
+        nccl.check(answer, std::ptr::null_mut(), || "creating a unique id for a group".into())?;
         Ok(Self(id.internal.map(|byte| byte as u8)))
     }
 
@@ -103,7 +103,7 @@ pub(super) fn call(
     let nccl = nccl()?;
     let raw = handle.0.get();
     if raw.is_null() {
-        return Err(Error::Closed { reason: "the communicator was ended".into() });
+        return Err(Error::Closed { reason: "the communicator was aborted".into() });
     }
     // The text of an error is read under the lock, too.
     nccl.check(call(&nccl.functions, raw), raw, || format!("{name} on `cuda:{}`", context.device()))
@@ -153,7 +153,7 @@ impl Parent {
     /// [`Error::Unsupported`] without NCCL, [`Error::Device`].
     pub fn init(context: &'static Context, id: UniqueId, rank: usize, size: usize) -> Result<Self> {
         let nccl = nccl()?;
-        let too_many = |_| Error::InvalidArgument(format!("a group of {size} is more than NCCL counts"));
+        let too_many = |_| Error::InvalidArgument(format!("a group of {size} is too large for NCCL"));
         let (rank, size) = (c_int::try_from(rank).map_err(too_many)?, c_int::try_from(size).map_err(too_many)?);
         let mut config = Config::PARENT;
         let _entered = context.enter()?;
@@ -188,14 +188,14 @@ impl Parent {
         color_and_key: Option<(usize, usize)>,
         mut check: impl FnMut() -> Result<()>,
     ) -> Result<Option<Self>> {
-        let Some(raw) = self.divide(color_and_key, Config::PARENT, &mut check)? else { return Ok(None) };
+        let Some(raw) = self.split_raw(color_and_key, Config::PARENT, &mut check)? else { return Ok(None) };
         let new = Self::new(raw, self.context);
-        new.settle("joining a group made out of another one", check).inspect_err(|_| new.abort())?;
+        new.settle("joining a group that was split from another one", check).inspect_err(|_| new.abort())?;
         Ok(Some(new))
     }
 
     /// Returns the handle of the new communicator, which is not settled yet if it is non-blocking.
-    pub(super) fn divide(
+    pub(super) fn split_raw(
         &self,
         color_and_key: Option<(usize, usize)>,
         config: Config,
@@ -203,7 +203,7 @@ impl Parent {
     ) -> Result<Option<ncclComm_t>> {
         let count = |number| {
             c_int::try_from(number)
-                .map_err(|_| Error::Internal(format!("{number} is no rank for NCCL: it does not fit into an int")))
+                .map_err(|_| Error::Internal(format!("{number} is not a rank for NCCL: it does not fit into an int")))
         };
         let (color, key) = match color_and_key {
             Some((color, key)) => (count(color)?, count(key)?),
@@ -212,12 +212,12 @@ impl Parent {
         let _entered = self.context.enter()?;
         // NCCL writes the new handle from a thread of its own, until this communicator has settled.
         let place = Box::into_raw(Box::new((std::ptr::null_mut(), config)));
-        self.call("making a group out of another one", |nccl, comm| {
+        self.call("splitting a group", |nccl, comm| {
             // SAFETY: `place` is valid for the writes, the communicator exists and its device is current.
             relaxed(|| unsafe { (nccl.ncclCommSplit)(comm, color, key, &raw mut (*place).0, &raw mut (*place).1) })
         })?;
         // On failure the box is leaked: a thread of NCCL may write to it until the abort.
-        self.settle("making a group out of another one", check)?;
+        self.settle("splitting a group", check)?;
         // SAFETY: the pointer came from a box, and NCCL does not write to it any more.
         let raw: ncclComm_t = unsafe { Box::from_raw(place) }.0;
         Ok((!raw.is_null()).then_some(raw))
@@ -230,7 +230,7 @@ impl Parent {
     pub fn settle(&self, during: &str, mut check: impl FnMut() -> Result<()>) -> Result<()> {
         while state(&self.handle.lock(), self.context, during)? {
             check()?;
-            std::thread::sleep(POLL_NAP);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }

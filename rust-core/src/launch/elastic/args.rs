@@ -13,48 +13,48 @@ use crate::error::{Error, Result};
 /// Names of hosts and their slots, in order.
 pub(in super::super) type HostList = Vec<(String, usize)>;
 
-/// Starts workers on the hosts that a script finds, and goes on while enough of them live: each session of the training gets
-/// those that are there.
+/// Starts an elastic job: workers run on the hosts that a script finds, and each session of the training uses the hosts
+/// that are available.
 #[derive(Debug, Parser)]
 #[command(
     name = "smdrun elastic",
     override_usage = "smdrun elastic -n N --min-np N --host-discovery-script SCRIPT [OPTIONS] COMMAND...",
-    after_help = "The script prints `host:slots` lines; it is asked every second. The command is run as it is."
+    after_help = "The script prints `host:slots` lines and runs every second. The command is run unchanged."
 )]
 pub(super) struct ElasticArgs {
-    /// Slots that the first session waits for
+    /// Number of slots of the first session
     #[arg(short = 'n', long = "num-processes", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub first: u32,
 
-    /// Slots without which nobody trains; by default as many as the first session has
+    /// The job waits until there are this many slots; default: those of the first session
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub min_np: Option<u32>,
 
-    /// Slots beyond which none is used
+    /// The job uses at most this many slots
     #[arg(long, value_name = "N", default_value = "4096", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_np: u32,
 
-    /// Prints the hosts
+    /// Script that prints the hosts and their slots
     #[arg(long, value_name = "SCRIPT", required_unless_present = "hosts", conflicts_with = "hosts")]
     pub host_discovery_script: Option<OsString>,
 
-    /// The hosts, if they are always the same, such as `a:2,b:2`
+    /// A fixed list of hosts and slots instead of a script, such as `a:2,b:2`
     #[arg(long, value_name = "HOSTS", value_parser = hosts)]
     pub hosts: Option<HostList>,
 
-    /// Slots of hosts for which the script prints none
+    /// Slots of hosts for which the script prints no number
     #[arg(long, value_name = "N")]
     pub slots_per_host: Option<usize>,
 
-    /// Longest wait for enough slots, in seconds; by default `SMD_ELASTIC_TIMEOUT_SECONDS`
+    /// Timeout for enough slots, in seconds; default: `SMD_ELASTIC_TIMEOUT_SECONDS`
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     pub elastic_timeout: Option<u64>,
 
-    /// Sessions after the first, at most
+    /// Maximum number of restarts of the session
     #[arg(long, value_name = "N")]
     pub reset_limit: Option<usize>,
 
-    /// How long a host where a worker failed is not used, the first time and at most, in seconds; by default for ever
+    /// Shortest and longest time for which a host is not used after a failure, in seconds; default: forever
     #[arg(long, value_names = ["LOW", "HIGH"], num_args = 2)]
     pub blacklist_cooldown_range: Option<Vec<u64>>,
 
@@ -62,15 +62,15 @@ pub(super) struct ElasticArgs {
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
 
-    /// Lines begin as those of `horovodrun`
+    /// Prefixes lines as `horovodrun` does
     #[arg(long, hide = true)]
     pub horovod: bool,
 
-    /// With `--horovod`: lines begin with the time
+    /// With `--horovod`: prefixes lines with the time
     #[arg(long, hide = true)]
     pub prefix_timestamp: bool,
 
-    /// Gets the reason if the job fails
+    /// File for the reason if the job fails
     #[arg(long, hide = true)]
     pub reason_file: Option<PathBuf>,
 
@@ -82,7 +82,7 @@ pub(super) struct ElasticArgs {
     #[arg(long, value_name = "FILE")]
     pub ssh_identity_file: Option<PathBuf>,
 
-    /// What each worker runs
+    /// The command of each worker
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub command: Vec<OsString>,
 }
@@ -93,7 +93,7 @@ pub(super) fn parse(argv: &[OsString]) -> std::result::Result<ElasticArgs, clap:
 }
 
 impl ElasticArgs {
-    /// What the driver keeps to.
+    /// The limits of the driver.
     ///
     /// # Errors
     /// [`Error::Config`] naming options that do not fit.
@@ -113,10 +113,10 @@ impl ElasticArgs {
         Ok(ElasticLimits { first: first.max(least), least, most, resets: self.reset_limit, timeout })
     }
 
-    /// How long hosts where workers fail are not used.
+    /// The time for which hosts are not used after a worker failed there.
     ///
     /// # Errors
-    /// [`Error::Config`] for a range that is none.
+    /// [`Error::Config`] for an invalid range.
     pub fn cooldown(&self) -> Result<Option<Cooldown>> {
         let seconds = |low: u64, high: u64| Cooldown { low: Duration::from_secs(low), high: Duration::from_secs(high) };
         match self.blacklist_cooldown_range.as_deref() {

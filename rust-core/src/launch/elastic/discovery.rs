@@ -68,7 +68,7 @@ impl Discovery {
     ///
     /// # Errors
     /// [`Error::Config`] if the first run fails.
-    pub fn poll(&mut self, now: Instant, say: &mut dyn FnMut(String)) -> Result<Option<HostList>> {
+    pub fn poll(&mut self, now: Instant, log: &mut dyn FnMut(String)) -> Result<Option<HostList>> {
         let script = match self {
             Discovery::Fixed(hosts) => return Ok(hosts.take()),
             Discovery::Script(script) => script,
@@ -82,7 +82,7 @@ impl Discovery {
             }
             Err(why) if script.has_worked => {
                 if script.last_failure != why {
-                    say(format!("the discovery of hosts failed, the last ones stay: {why}"));
+                    log(format!("the discovery of hosts failed, so the previous hosts stay in use: {why}"));
                     script.last_failure = why;
                 }
                 Ok(None)

@@ -2,7 +2,7 @@
 //! clock, so that tests can cover every order of events.
 //!
 //! ```text
-//!   starting --enters--> waiting --seated--> training --enters again--> waiting ..
+//!   starting --enters--> waiting --ranks assigned--> training --enters again--> waiting ..
 //!       \_________________\____________________\________ended
 //! ```
 //!
@@ -26,7 +26,7 @@ const REPEAT: Duration = Duration::from_secs(5);
 /// The user's options.
 #[derive(Clone, Debug)]
 pub struct ElasticLimits {
-    /// Slots that the first session waits for.
+    /// Number of slots of the first session.
     pub first: usize,
     /// Smallest number of slots with which training continues.
     pub least: usize,
@@ -84,7 +84,7 @@ pub enum WorkerAction {
         worker: WorkerId,
     },
     /// Begin a session.
-    Seat {
+    AssignRanks {
         /// The workers in the order of their ranks.
         workers: Vec<WorkerId>,
     },
@@ -94,7 +94,7 @@ pub enum WorkerAction {
         kinds: u8,
     },
     /// Log a text for the user.
-    Say(String),
+    Log(String),
 }
 
 /// The outcome of the job.
@@ -123,7 +123,7 @@ pub struct Driver {
     /// When the first worker began to wait for a session.
     waiting_since: Option<Instant>,
     /// The places of which the running session was notified, and when.
-    told: Option<(Vec<WorkerSlot>, Instant)>,
+    last_notice: Option<(Vec<WorkerSlot>, Instant)>,
     outcome: Option<JobOutcome>,
     actions: Vec<WorkerAction>,
 }
@@ -141,7 +141,7 @@ impl Driver {
             failure: None,
             short_since: None,
             waiting_since: None,
-            told: None,
+            last_notice: None,
             outcome: None,
             actions: Vec::new(),
         }
@@ -170,7 +170,7 @@ impl Driver {
     }
 
     /// A worker's request has ended without a place; it asks again or ends.
-    pub fn withdrew(&mut self, id: WorkerId, now: Instant) {
+    pub fn withdrawn(&mut self, id: WorkerId, now: Instant) {
         if self.worker(id).is_some_and(|worker| worker.state == WorkerState::Waiting) {
             self.enter(id, WorkerState::Starting);
         }
@@ -185,7 +185,7 @@ impl Driver {
             _ if worker.state == WorkerState::Ending => {}
             None => self.succeeded = true,
             Some(failure) => {
-                self.say(format!(
+                self.log(format!(
                     "worker {id} on {} failed ({failure}); its host is not used any more",
                     worker.place.host
                 ));
@@ -223,7 +223,7 @@ impl Driver {
         self.hosts.refresh(now);
         self.settle(now);
         let limit = |since: Option<Instant>| since.map(|since| since + self.limits.timeout);
-        let repeat = self.told.as_ref().map(|(_, at)| *at + REPEAT);
+        let repeat = self.last_notice.as_ref().map(|(_, at)| *at + REPEAT);
         [self.hosts.next_end(now), limit(self.short_since), limit(self.waiting_since), repeat]
             .into_iter()
             .flatten()
@@ -242,8 +242,8 @@ impl Driver {
         }
     }
 
-    fn say(&mut self, text: String) {
-        self.actions.push(WorkerAction::Say(text));
+    fn log(&mut self, text: String) {
+        self.actions.push(WorkerAction::Log(text));
     }
 
     fn stop(&mut self, which: impl Fn(&Worker) -> bool) {
@@ -266,11 +266,11 @@ impl Driver {
             return;
         }
         if self.succeeded {
-            return self.wind_up();
+            return self.finish_job();
         }
         let places = self.hosts.places(self.limits.most);
         let needed = if self.sessions == 0 { self.limits.first } else { self.limits.least };
-        if let Some(why) = self.why_not(&places, needed, now) {
+        if let Some(why) = self.stop_reason(&places, needed, now) {
             return self.end(JobOutcome::Failed(why));
         }
         if places.len() < needed {
@@ -282,7 +282,7 @@ impl Driver {
     }
 
     /// After a success, running workers may finish, and the others are ended (DRV-5).
-    fn wind_up(&mut self) {
+    fn finish_job(&mut self) {
         self.stop(|worker| worker.state == WorkerState::Starting);
         let waiting: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state == WorkerState::Waiting).map(|worker| worker.id).collect();
@@ -296,7 +296,7 @@ impl Driver {
     }
 
     /// The reason why the job cannot continue, if there is one.
-    fn why_not(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
+    fn stop_reason(&mut self, places: &[WorkerSlot], needed: usize, now: Instant) -> Option<String> {
         let live = || self.workers.iter().filter(|worker| worker.state != WorkerState::Ending);
         let cause = || self.failure.as_ref().map_or_else(String::new, |failure| format!("; first: {failure}"));
         if self.failure.is_some() && self.hosts.all_lost() {
@@ -314,7 +314,7 @@ impl Driver {
             let since = *self.short_since.get_or_insert(now);
             if since == now && self.sessions > 0 {
                 let text = format!("{} of at least {needed} slots are left: the job waits for more", places.len());
-                self.say(text);
+                self.log(text);
             }
             if now >= since + self.limits.timeout {
                 return Some(format!(
@@ -355,18 +355,18 @@ impl Driver {
             || self.workers.iter().any(|worker| worker.state == WorkerState::Waiting && worker.is_old)
         {
             // No worker to notify, or the session has ended already.
-            self.told = None;
+            self.last_notice = None;
             return;
         }
         let wanted: HashSet<&WorkerSlot> = places.iter().collect();
         let removed = training.difference(&wanted).next().is_some();
         let added = wanted.difference(&training).next().is_some();
         let kinds = u8::from(removed) + 2 * u8::from(added);
-        let is_news = self.told.as_ref().is_none_or(|(told, at)| told != places || now >= *at + REPEAT);
+        let is_due = self.last_notice.as_ref().is_none_or(|(notified, at)| notified != places || now >= *at + REPEAT);
         if kinds == 0 {
-            self.told = None;
-        } else if is_news {
-            self.told = Some((places.to_vec(), now));
+            self.last_notice = None;
+        } else if is_due {
+            self.last_notice = Some((places.to_vec(), now));
             self.actions.push(WorkerAction::Notify { kinds });
         }
     }
@@ -408,20 +408,20 @@ impl Driver {
         if self.sessions > 0 && with_state.is_empty() {
             return self.end(JobOutcome::Failed(self.state_lost()));
         }
-        let mut seats = Vec::new();
+        let mut assignments = Vec::new();
         for worker in &mut self.workers {
             let WorkerSlot { host, slot } = &worker.place;
             if has_place(worker) {
                 // Orders the workers by rank (DRV-2).
                 let age = places.iter().position(|place| place.host == *host);
-                seats.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
+                assignments.push(((!with_state.contains(host), age, !worker.is_old, *slot), worker.id));
             } else {
                 worker.state = WorkerState::Ending;
                 self.actions.push(WorkerAction::Remove { worker: worker.id });
             }
         }
-        seats.sort_unstable();
-        for (_, id) in &seats {
+        assignments.sort_unstable();
+        for (_, id) in &assignments {
             self.enter(*id, WorkerState::Training);
         }
         for worker in self.workers.iter_mut().filter(|worker| worker.state == WorkerState::Training) {
@@ -429,8 +429,8 @@ impl Driver {
         }
         self.sessions += 1;
         self.failure = None;
-        self.told = None;
-        self.actions.push(WorkerAction::Seat { workers: seats.into_iter().map(|(_, id)| id).collect() });
+        self.last_notice = None;
+        self.actions.push(WorkerAction::AssignRanks { workers: assignments.into_iter().map(|(_, id)| id).collect() });
     }
 
     /// A worker that has not returned in time is ended (DRV-4).
@@ -438,7 +438,10 @@ impl Driver {
         let late: Vec<WorkerId> =
             self.workers.iter().filter(|worker| worker.state != WorkerState::Waiting).map(|worker| worker.id).collect();
         for id in late {
-            self.say(format!("worker {id} has not come back to the job for {:.0?}: it is ended", self.limits.timeout));
+            self.log(format!(
+                "worker {id} has not come back to the job for {:.0?}: it is terminated",
+                self.limits.timeout
+            ));
             self.stop(|worker| worker.id == id);
         }
     }

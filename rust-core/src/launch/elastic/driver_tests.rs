@@ -25,7 +25,7 @@ impl TestJob {
 
     fn fail(&mut self, id: WorkerId) -> Vec<WorkerAction> {
         self.driver.ended(id, Some("killed".to_owned()), 0.0, self.now);
-        self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Say(_))).collect()
+        self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Log(_))).collect()
     }
 
     fn end(&mut self, id: WorkerId) -> Vec<WorkerAction> {
@@ -51,8 +51,8 @@ fn start(worker: WorkerId, host: &str, slot: usize, rank: usize, size: usize) ->
     WorkerAction::Start { worker, place: WorkerSlot { host: host.to_owned(), slot }, rank, size }
 }
 
-fn seat(workers: &[WorkerId]) -> WorkerAction {
-    WorkerAction::Seat { workers: workers.to_vec() }
+fn assign_ranks(workers: &[WorkerId]) -> WorkerAction {
+    WorkerAction::AssignRanks { workers: workers.to_vec() }
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_job_waits_for_its_slots_and_ends_when_all_have() {
     assert_eq!(job.hosts("a:2"), []);
     assert_eq!(job.hosts("a:2\nb:1"), [start(0, "a", 0, 0, 3), start(1, "a", 1, 1, 3), start(2, "b", 0, 2, 3)]);
     assert_eq!(job.enter(&[2, 0]), []);
-    assert_eq!(job.enter(&[1]), [seat(&[0, 1, 2])]);
+    assert_eq!(job.enter(&[1]), [assign_ranks(&[0, 1, 2])]);
     assert_eq!(job.end(1), []);
     assert_eq!(job.end(0), []);
     assert_eq!(job.driver.outcome(), None);
@@ -73,17 +73,17 @@ fn a_job_waits_for_its_slots_and_ends_when_all_have() {
 fn new_places_are_told_and_taken_when_all_have_come() {
     let mut job = TestJob::new(1, 1, 3);
     job.hosts("b:1");
-    assert_eq!(job.enter(&[0]), [seat(&[0])]);
+    assert_eq!(job.enter(&[0]), [assign_ranks(&[0])]);
     assert_eq!(
         job.hosts("a:3\nb:1"),
         [start(1, "a", 0, 1, 3), start(2, "a", 1, 2, 3), WorkerAction::Notify { kinds: 2 }]
     );
-    assert_eq!(job.hosts("a:3\nb:1"), [], "the same news is told once");
+    assert_eq!(job.hosts("a:3\nb:1"), [], "the same change is reported once");
     assert_eq!(job.wait(6), [WorkerAction::Notify { kinds: 2 }], "or again after a while");
     assert_eq!(job.enter(&[1, 0]), []);
-    assert_eq!(job.enter(&[2]), [seat(&[0, 1, 2])], "the old one stays rank 0");
+    assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 1, 2])], "the old one stays rank 0");
     assert_eq!(job.hosts("a:2"), [WorkerAction::Notify { kinds: 1 }]);
-    assert_eq!(job.enter(&[0, 1, 2]), [WorkerAction::Remove { worker: 0 }, seat(&[1, 2])]);
+    assert_eq!(job.enter(&[0, 1, 2]), [WorkerAction::Remove { worker: 0 }, assign_ranks(&[1, 2])]);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_failure_takes_its_host_along() {
     job.enter(&[0, 1, 2]);
     assert_eq!(job.fail(1), [WorkerAction::Stop { worker: 0 }]);
     assert_eq!(job.enter(&[2]), [], "the other one on that host may still be in the session");
-    assert_eq!(job.fail(0), [seat(&[2])]);
+    assert_eq!(job.fail(0), [assign_ranks(&[2])]);
     assert_eq!(job.fail(2), []);
     assert_eq!(job.failed(), "workers have failed on all hosts; first: killed");
 }
@@ -117,9 +117,9 @@ fn too_few_survivors_wait_for_others_or_end() {
     job.enter(&[0, 1]);
     job.fail(1);
     let waits = "1 of at least 2 slots are left: the job waits for more".to_owned();
-    assert_eq!(job.enter(&[0]), [WorkerAction::Say(waits)]);
+    assert_eq!(job.enter(&[0]), [WorkerAction::Log(waits)]);
     assert_eq!(job.hosts("a:1\nb:1\nc:1"), [start(2, "c", 0, 1, 2)]);
-    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+    assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 2])]);
     job.fail(2);
     job.enter(&[0]);
     assert_eq!(job.wait(61), [WorkerAction::Stop { worker: 0 }]);
@@ -128,7 +128,7 @@ fn too_few_survivors_wait_for_others_or_end() {
 }
 
 #[test]
-fn who_does_not_come_back_is_ended() {
+fn a_worker_that_does_not_enter_the_next_session_is_stopped() {
     let mut job = TestJob::new(2, 1, 2);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
@@ -136,7 +136,7 @@ fn who_does_not_come_back_is_ended() {
     job.wait(0);
     assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 1 }));
     job.end(1);
-    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+    assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 2])]);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn rank_0_has_the_state_whatever_became_of_the_hosts() {
     job.enter(&[0]);
     job.hosts("b:1");
     job.hosts("a:1\nb:1");
-    assert_eq!(job.enter(&[1, 0]), [seat(&[0, 1])]);
+    assert_eq!(job.enter(&[1, 0]), [assign_ranks(&[0, 1])]);
 
     // The worker at the first place was replaced; its neighbour has the state, and so has one on another host.
     let mut job = TestJob::new(3, 1, 9);
@@ -156,16 +156,16 @@ fn rank_0_has_the_state_whatever_became_of_the_hosts() {
     job.enter(&[1, 2]);
     assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 0 }));
     job.end(0);
-    assert_eq!(job.enter(&[3]), [seat(&[1, 3, 2])]);
+    assert_eq!(job.enter(&[3]), [assign_ranks(&[1, 3, 2])]);
 
-    // As before, but nobody else on that host has it.
+    // As before, but no other worker on that host has it.
     let mut job = TestJob::new(2, 1, 9);
     job.hosts("a:1\nb:1");
     job.enter(&[0, 1]);
     job.enter(&[1]);
     assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 0 }));
     job.end(0);
-    assert_eq!(job.enter(&[2]), [seat(&[1, 2])]);
+    assert_eq!(job.enter(&[2]), [assign_ranks(&[1, 2])]);
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn new_workers_wait_as_long_as_a_session_goes_well() {
     for _ in 0..9 {
         assert_eq!(job.wait(61), [WorkerAction::Notify { kinds: 2 }]);
     }
-    assert_eq!(job.enter(&[0]), [seat(&[0, 1])]);
+    assert_eq!(job.enter(&[0]), [assign_ranks(&[0, 1])]);
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn resets_have_a_limit() {
     job.enter(&[0, 1]);
     job.fail(1);
     job.enter(&[0]);
-    assert_eq!(job.enter(&[2]), [seat(&[0, 2])]);
+    assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 2])]);
     job.fail(2);
     assert_eq!(job.enter(&[0]), [WorkerAction::Stop { worker: 0 }]);
     job.end(0);
@@ -241,7 +241,7 @@ fn every_order_of_events_keeps_the_invariants() {
                 match action {
                     WorkerAction::Start { worker, .. } => live.push(worker),
                     WorkerAction::Stop { worker } | WorkerAction::Remove { worker } => stopped.push(worker),
-                    WorkerAction::Seat { workers } => {
+                    WorkerAction::AssignRanks { workers } => {
                         assert!(workers.iter().all(|worker| live.contains(worker) && !stopped.contains(worker)));
                         assert!(
                             session.is_empty() || session.contains(&workers[0]),
@@ -249,7 +249,7 @@ fn every_order_of_events_keeps_the_invariants() {
                         );
                         session = workers;
                     }
-                    WorkerAction::Notify { .. } | WorkerAction::Say(_) => {}
+                    WorkerAction::Notify { .. } | WorkerAction::Log(_) => {}
                 }
             }
             if job.driver.outcome().is_some() {
@@ -288,7 +288,7 @@ fn every_order_of_events_keeps_the_invariants() {
 fn a_host_that_the_user_bans_loses_its_workers() {
     let mut job = TestJob::new(2, 1, 2);
     job.hosts("a:1\nb:1");
-    assert_eq!(job.enter(&[0, 1]), [seat(&[0, 1])]);
+    assert_eq!(job.enter(&[0, 1]), [assign_ranks(&[0, 1])]);
     job.driver.ban("b", 0.0, job.now);
     assert_eq!(job.driver.take_actions()[0], WorkerAction::Stop { worker: 1 });
     assert_eq!(job.driver.hosts().usable(), [("a".to_owned(), 1)]);

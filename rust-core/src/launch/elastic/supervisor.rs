@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 use super::super::LaunchPlan;
-use super::super::environment::{self, LocalSeat};
+use super::super::environment::{self, LocalPosition};
 use super::super::orphan_reaper::OrphanReaper;
 use super::super::output::{OutputPiece, Printer, Sink};
 use super::super::process::{self, Exit, Input, Process};
@@ -36,15 +36,15 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(250);
 /// Time between SIGTERM and SIGKILL.
 const TERMINATE_TIME: Duration = Duration::from_secs(5);
 /// How long a worker without a place has to end by itself.
-const FAREWELL_TIME: Duration = Duration::from_secs(30);
-/// Why a worker that the job goes on without gets no rank.
+const UNASSIGNED_EXIT_TIME: Duration = Duration::from_secs(30);
+/// Why a worker that the job continues without gets no rank.
 const GIVEN_UP: &str = "its host did not answer, or the `ssh` that started it has ended";
 
 /// Runs the job to its end and returns the exit code.
 ///
 /// # Errors
-/// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could not be
-/// watched. None runs any more then.
+/// [`Error::Config`] for options that do not fit and for a discovery that never works; [`Error::Io`] if workers could
+/// not be watched. None runs any more then.
 pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
     let limits = args.limits()?;
     let timeout = limits.timeout;
@@ -87,13 +87,13 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         reaper,
         workers: BTreeMap::new(),
         printer: Printer::new(
-            (io::stdout(), style(&io::stdout(), 1, plan.look(Sink::Stdout))),
-            (io::stderr(), style(&io::stderr(), 1, plan.look(Sink::Stderr))),
+            (io::stdout(), style(&io::stdout(), 1, plan.line_style(Sink::Stdout))),
+            (io::stderr(), style(&io::stderr(), 1, plan.line_style(Sink::Stderr))),
         ),
         plan,
         ranks: HashSet::new(),
         start: Instant::now(),
-        asked: false,
+        is_stopping: false,
     };
     let result = supervisor.watch(&signals);
     drop(supervisor);
@@ -119,7 +119,7 @@ struct Running {
     rank: usize,
     /// When it gets SIGKILL.
     deadline: Option<(Instant, Signal)>,
-    /// Why it was given up, if it was.
+    /// Why the worker was abandoned, if it was.
     lost: Option<String>,
 }
 
@@ -139,7 +139,7 @@ struct ElasticSupervisor {
     ranks: HashSet<usize>,
     start: Instant,
     /// A signal has asked the job to stop.
-    asked: bool,
+    is_stopping: bool,
 }
 
 impl ElasticSupervisor {
@@ -160,9 +160,9 @@ impl ElasticSupervisor {
             self.take_events();
             self.notice_ends()?;
             self.keep_deadlines();
-            let mut said = Vec::new();
-            let found = self.discovery.poll(Instant::now(), &mut |text| said.push(text));
-            said.iter().for_each(|text| self.say(text));
+            let mut messages = Vec::new();
+            let found = self.discovery.poll(Instant::now(), &mut |text| messages.push(text));
+            messages.iter().for_each(|text| self.log(text));
             match found {
                 Ok(Some(hosts)) => self.driver.discovered(hosts, Instant::now()),
                 Ok(None) => {}
@@ -189,8 +189,8 @@ impl ElasticSupervisor {
     fn handle(&mut self, signal: i32) {
         match signal {
             libc::SIGCHLD | libc::SIGTSTP => {}
-            other if !self.asked => {
-                self.asked = true;
+            other if !self.is_stopping => {
+                self.is_stopping = true;
                 self.driver.stop_all(&format!("stopped by {}", signals::name(other)));
             }
             // A second Ctrl-C ends the job at once.
@@ -206,7 +206,7 @@ impl ElasticSupervisor {
                     Some(id) => self.driver.entered(id, now),
                     None => self.server.remove(&name, GIVEN_UP),
                 },
-                JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrew(id, now)),
+                JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrawn(id, now)),
                 // The `ssh` that started it may wait for its host for ever.
                 JobEvent::Lost { worker, detail } => {
                     if let Some(worker) = id(&worker).and_then(|id| self.workers.get_mut(&id)) {
@@ -232,7 +232,7 @@ impl ElasticSupervisor {
         }
         for (id, exit) in ended {
             self.server.report_worker_death(&name(id), &exit.to_string());
-            // What has ended may be the `ssh` of a worker that lives and waits for a rank.
+            // The process that has ended may be the `ssh` of a worker that lives and waits for a rank.
             self.server.remove(&name(id), GIVEN_UP);
             let Some(worker) = self.workers.remove(&id) else { continue };
             let failure = (!exit.success()).then(|| describe(&worker, exit));
@@ -278,8 +278,8 @@ impl ElasticSupervisor {
         }
     }
 
-    fn say(&mut self, text: &str) {
-        let _ = self.printer.say(text);
+    fn log(&mut self, text: &str) {
+        let _ = self.printer.log(text);
     }
 
     fn act(&mut self) {
@@ -292,15 +292,17 @@ impl ElasticSupervisor {
                 },
                 WorkerAction::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
                 WorkerAction::Remove { worker } => {
-                    self.server.remove(&name(worker), "its host has no place for it any more");
-                    self.end_at(worker, Instant::now() + FAREWELL_TIME, Signal::TERM);
+                    self.server.remove(&name(worker), "its host has no slot for it any more");
+                    self.end_at(worker, Instant::now() + UNASSIGNED_EXIT_TIME, Signal::TERM);
                 }
-                WorkerAction::Seat { workers } => self.server.seat(workers.into_iter().map(name).collect()),
+                WorkerAction::AssignRanks { workers } => {
+                    self.server.assign_ranks(workers.into_iter().map(name).collect())
+                }
                 WorkerAction::Notify { kinds } => {
                     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
                     self.server.hosts_updated(HostsUpdated { at_micros: since.as_micros() as u64, kinds });
                 }
-                WorkerAction::Say(text) => self.say(&text),
+                WorkerAction::Log(text) => self.log(&text),
             }
         }
     }
@@ -340,9 +342,13 @@ impl ElasticSupervisor {
         // The rank may change later; scripts ask the session for it.
         TORCHRUN.iter().for_each(|name| drop(variables.remove(std::ffi::OsStr::new(name))));
         variables.entry("OMP_NUM_THREADS".into()).or_insert_with(|| "1".into());
-        let seat =
-            LocalSeat { host: place.host.clone(), host_index: 0, local: (place.slot, place.slot + 1), cross: (0, 1) };
-        let own = seat.horovod_variables().into_iter().chain([
+        let position = LocalPosition {
+            host: place.host.clone(),
+            host_index: 0,
+            local: (place.slot, place.slot + 1),
+            cross: (0, 1),
+        };
+        let own = position.horovod_variables().into_iter().chain([
             // The initial rank, which scripts log.
             ("HOROVOD_RANK", rank.to_string()),
             ("HOROVOD_SIZE", size.to_string()),
@@ -380,7 +386,7 @@ fn id(name: &str) -> Option<WorkerId> {
 fn describe(worker: &Running, exit: Exit) -> String {
     let rank = worker.rank;
     if let Some(lost) = &worker.lost {
-        return format!("process {rank} was given up: {lost}");
+        return format!("process {rank} was abandoned: {lost}");
     }
     match worker.tail.exception() {
         Some(exception) => format!("process {rank} exit with status code {}: {exception}", exit.code()),

@@ -67,7 +67,7 @@ impl Machine {
         let first = &variants[0].description;
         if let Some(detail) = presence::difference(variants, &self.ranks) {
             if first.is_last {
-                *failure = Some(NegotiationFailure::Apart { detail: detail.clone() });
+                *failure = Some(NegotiationFailure::GradientsDiffer { detail: detail.clone() });
             }
             return detail;
         }

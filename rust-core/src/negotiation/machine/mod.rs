@@ -14,7 +14,7 @@ use super::bits::{BitSet, RankSet};
 use super::cache::{Cache, Evicted};
 use super::description::Description;
 use super::message::{Announcement, Down, MAX_VARIANTS, NegotiationLimits, NegotiationMessage, Up, Variant};
-use super::stall::{Patience, Stall, Waits};
+use super::stall::{Stall, StallTimeouts, Waits};
 use super::tree::Tree;
 use super::tune::{Trial, Tuner};
 use crate::error::{Error, Result};
@@ -83,7 +83,7 @@ struct ReportSource {
     /// Whether all its ranks have joined.
     joined: bool,
     /// Number of answers that it has received.
-    heard: u64,
+    num_received: u64,
 }
 
 /// A name that some source announced with a description.
@@ -133,12 +133,12 @@ pub(super) struct Machine {
     void_before: u64,
     /// `join` was called and has not completed; it takes effect once no call is pending.
     joining: bool,
-    /// The rank of this subtree that joined last, and whether the parent was told.
+    /// The rank of this subtree that joined last, and whether the parent knows it.
     last_joined: usize,
     told_joined: bool,
     /// Whether this member can take part in operations on devices after it has joined.
     has_device: bool,
-    /// A rank of this subtree that has joined and cannot, and whether the parent was told.
+    /// A rank of this subtree that has joined and cannot, and whether the parent knows it.
     unable: Option<u32>,
     told_unable: bool,
     stall: Stall,
@@ -151,17 +151,22 @@ pub(super) struct Machine {
 
 impl Machine {
     /// Creates the state of the member at `tree`. `limits` are those of the root.
-    pub(super) fn new(tree: Tree, ranks: Arc<[usize]>, limits: NegotiationLimits, patience: Patience) -> Self {
+    pub(super) fn new(
+        tree: Tree,
+        ranks: Arc<[usize]>,
+        limits: NegotiationLimits,
+        stall_timeouts: StallTimeouts,
+    ) -> Self {
         let source = |ranks| ReportSource {
             ranks,
             ready: BitSet::default(),
             with_neutral: BitSet::default(),
             joined: false,
-            heard: 0,
+            num_received: 0,
         };
         let sources: Vec<ReportSource> =
             std::iter::once(tree.me..tree.me + 1).chain(tree.children.iter().cloned()).map(source).collect();
-        let stall = Stall::new(tree.children.len(), patience);
+        let stall = Stall::new(tree.children.len(), stall_timeouts);
         Self {
             tree,
             ranks,
@@ -283,7 +288,7 @@ impl Machine {
     }
 
     /// Whether `tick` must be called: this member is the root of a wait, or has a report that is due.
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn must_tick(&self) -> bool {
         self.stall.has_reports()
     }
 
@@ -298,32 +303,34 @@ impl Machine {
         now: Duration,
         actions: &mut Vec<NegotiationAction>,
     ) -> Result<()> {
-        let strange = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
+        let invalid = |what: &str| Err(Error::Internal(format!("rank {} sent {what}", self.ranks[from])));
         match message {
             NegotiationMessage::Up(up) => {
                 let child = self.tree.children.iter().position(|child| child.start == from);
-                let Some(child) = child else { return strange("news, and is no child") };
+                let Some(child) = child else {
+                    return invalid("a readiness report, but it is not a child of this rank");
+                };
                 let known = |position: usize| self.cache.slot(position).is_some();
-                if up.heard > self.number || !up.ready.iter().all(known) {
-                    return strange("a cache position that is not there");
+                if up.num_received > self.number || !up.ready.iter().all(known) {
+                    return invalid("an unknown cache position");
                 }
-                self.hear(child, up, now);
+                self.receive_up(child, up, now);
                 Ok(())
             }
             NegotiationMessage::Down(down) if self.tree.parent == Some(from) => {
                 if down.number != self.number {
-                    return strange("answers that do not follow each other");
+                    return invalid("an answer out of order");
                 }
                 self.apply(down, now, actions);
                 Ok(())
             }
-            NegotiationMessage::Down(_) => strange("an answer, and is not the parent"),
+            NegotiationMessage::Down(_) => invalid("an answer, but it is not the parent of this rank"),
         }
     }
 
-    fn hear(&mut self, child: usize, up: Up, now: Duration) {
+    fn receive_up(&mut self, child: usize, up: Up, now: Duration) {
         let at = child + 1;
-        self.sources[at].heard = up.heard;
+        self.sources[at].num_received = up.num_received;
         if let Some(last) = up.joined {
             self.sources[at].joined = true;
             self.last_joined = last as usize;
@@ -331,16 +338,16 @@ impl Machine {
             self.fresh.extend(self.named.keys().cloned());
         }
         self.unable = self.unable.or(up.unable);
-        if up.heard >= self.void_before {
-            let news = !up.ready.is_empty() || !up.named.is_empty();
-            self.stall.heard(child, up.report, news, up.heard == self.number, now);
+        if up.num_received >= self.void_before {
+            let is_progress = !up.ready.is_empty() || !up.named.is_empty();
+            self.stall.receive_report(child, up.report, is_progress, up.num_received == self.number, now);
             if let Some(log) = &mut self.log {
                 let members = &self.sources[at].ranks;
                 let known = up.ready.iter().filter_map(|position| self.cache.slot(position));
                 log.extend(known.map(|slot| (slot.name.clone(), members.clone())));
                 log.extend(up.named.iter().map(|named| (Arc::from(named.name.as_str()), members.clone())));
             }
-            self.hear_ready(at, &up.ready, &up.with_neutral);
+            self.receive_ready(at, &up.ready, &up.with_neutral);
             for Announcement { name, variants, with_neutral } in up.named {
                 let name = self.known_name(name);
                 let named = self.named.entry(name.clone()).or_default();
@@ -350,17 +357,17 @@ impl Machine {
                 self.fresh.push(name);
             }
         }
-        let seen = self.sources[1..].iter().map(|source| source.heard).min().unwrap_or(self.number);
+        let seen = self.sources[1..].iter().map(|source| source.num_received).min().unwrap_or(self.number);
         self.evictions.retain(|(number, _)| *number >= seen);
     }
 
-    fn hear_ready(&mut self, at: usize, ready: &BitSet, with_neutral: &BitSet) {
-        let heard = self.sources[at].heard;
-        if self.evictions.iter().any(|(number, _)| *number >= heard) {
+    fn receive_ready(&mut self, at: usize, ready: &BitSet, with_neutral: &BitSet) {
+        let num_received = self.sources[at].num_received;
+        if self.evictions.iter().any(|(number, _)| *number >= num_received) {
             // The sender may have used a position before it learned that the position was given to another name
             // (NEG-4).
             for position in ready.iter() {
-                let then = |(number, old): &&(u64, Evicted)| *number >= heard && old.position == position;
+                let then = |(number, old): &&(u64, Evicted)| *number >= num_received && old.position == position;
                 match self.evictions.iter().find(then) {
                     Some((_, old)) => {
                         let (name, description) = (old.name.clone(), old.description.clone());
@@ -496,7 +503,7 @@ impl Machine {
         self.told_unable |= unable.is_some();
         if !ready.is_empty() || !named.is_empty() || joined.is_some() || unable.is_some() {
             actions.push(NegotiationAction::Up(Up {
-                heard: self.number,
+                num_received: self.number,
                 ready,
                 with_neutral,
                 named,
@@ -526,8 +533,12 @@ impl Machine {
         let joined = self.sources[0].joined;
         let report = self.stall.report(&self.tree, &self.pending, joined, waits, now);
         if self.tree.parent.is_some() {
-            if let Some(report) = self.stall.news(report) {
-                actions.push(NegotiationAction::Up(Up { heard: self.number, report: Some(report), ..Up::default() }));
+            if let Some(report) = self.stall.changed_report(report) {
+                actions.push(NegotiationAction::Up(Up {
+                    num_received: self.number,
+                    report: Some(report),
+                    ..Up::default()
+                }));
             }
             return;
         }

@@ -53,7 +53,7 @@ pub enum OperationRole {
     /// A placeholder for an argument of the step.
     Input,
     /// Returns the model's result on every rank.
-    HandsOut,
+    ModelResult,
     /// Any other operation.
     #[default]
     Computes,
@@ -69,11 +69,11 @@ pub struct Operation {
     /// Kind.
     pub role: OperationRole,
     /// Results that it uses.
-    pub takes: Vec<Output>,
+    pub inputs: Vec<Output>,
     /// Control dependencies: operations whose effects it waits for.
     pub waits: Vec<usize>,
     /// Its results.
-    pub makes: Vec<ResultSpec>,
+    pub outputs: Vec<ResultSpec>,
     /// Variables that it uses.
     pub variables: Vec<usize>,
     /// Whether the model's call created it.
@@ -81,12 +81,12 @@ pub struct Operation {
     /// The layer whose call created it, and the number of that call.
     pub layer: Option<(usize, usize)>,
     /// The partition that the script requests for it.
-    pub asked: Option<usize>,
+    pub requested: Option<usize>,
     /// For an operation of a backward: the operation whose gradient it is a part of. That may itself be part of a
     /// gradient, so this is a chain.
     pub gradient_of: Vec<usize>,
     /// Its position in the order of creation, which may be after operations that use its results.
-    pub made: usize,
+    pub created: usize,
     /// Whether it must run even if no operation uses its results.
     pub has_effect: bool,
     /// Whether it changes a variable.
@@ -111,7 +111,7 @@ pub struct Variable {
 pub struct Operations {
     operations: Vec<Operation>,
     variables: Vec<Variable>,
-    takers: Vec<Vec<usize>>,
+    consumers: Vec<Vec<usize>>,
     given_later: Vec<bool>,
 }
 
@@ -122,15 +122,15 @@ impl Operations {
     /// [`Error::InvalidArgument`] if an operation uses or waits for one that does not come before it (OPS-1), or
     /// names a result or variable that does not exist.
     pub fn new(operations: Vec<Operation>, variables: Vec<Variable>) -> Result<Self> {
-        let mut takers = vec![Vec::new(); operations.len()];
+        let mut consumers = vec![Vec::new(); operations.len()];
         for (number, operation) in operations.iter().enumerate() {
             let bad = |what: String| Err(Error::InvalidArgument(format!("`{}` {what}", operation.name)));
-            for taken in &operation.takes {
-                if taken.operation >= number || taken.index >= operations[taken.operation].makes.len() {
+            for taken in &operation.inputs {
+                if taken.operation >= number || taken.index >= operations[taken.operation].outputs.len() {
                     return bad(format!("takes result {} of operation {}", taken.index, taken.operation));
                 }
-                if takers[taken.operation].last() != Some(&number) {
-                    takers[taken.operation].push(number);
+                if consumers[taken.operation].last() != Some(&number) {
+                    consumers[taken.operation].push(number);
                 }
             }
             if let Some(other) = operation.waits.iter().find(|&&other| other >= number) {
@@ -143,7 +143,7 @@ impl Operations {
                 return bad(format!("takes variable {other}, which does not exist"));
             }
         }
-        let mut found = Self { operations, variables, takers, given_later: Vec::new() };
+        let mut found = Self { operations, variables, consumers, given_later: Vec::new() };
         found.given_later = found.find_given_later();
         Ok(found)
     }
@@ -159,14 +159,14 @@ impl Operations {
     }
 
     /// Operations that use a result of this one.
-    pub fn takers(&self, operation: usize) -> &[usize] {
-        &self.takers[operation]
+    pub fn consumers(&self, operation: usize) -> &[usize] {
+        &self.consumers[operation]
     }
 
     /// Operations that must come before one: those whose results it uses and those whose effects it waits for.
     pub fn before(&self, operation: usize) -> impl Iterator<Item = usize> + '_ {
         let operation = &self.operations[operation];
-        operation.takes.iter().map(|taken| taken.operation).chain(operation.waits.iter().copied())
+        operation.inputs.iter().map(|taken| taken.operation).chain(operation.waits.iter().copied())
     }
 
     /// Whether it belongs to the model's forward: it was created in the model's call, or added later for operations
@@ -181,8 +181,9 @@ impl Operations {
         for (number, operation) in self.operations.iter().enumerate().rev() {
             found[number] = !operation.inside
                 && operation.role != OperationRole::Input
-                && self.takers[number].iter().any(|&taker| {
-                    found[taker] || self.operations[taker].inside && self.operations[taker].made < operation.made
+                && self.consumers[number].iter().any(|&consumer| {
+                    found[consumer]
+                        || self.operations[consumer].inside && self.operations[consumer].created < operation.created
                 });
         }
         found

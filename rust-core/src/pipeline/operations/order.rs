@@ -39,8 +39,8 @@ impl Segments<'_> {
                 found.collect()
             })
             .collect();
-        while let Some(circle) = self.circle(&orders, microbatches) {
-            let anchored = circle.into_iter().filter(|&each| self.segments[each].anchored);
+        while let Some(find_cycle) = self.find_cycle(&orders, microbatches) {
+            let anchored = find_cycle.into_iter().filter(|&each| self.segments[each].anchored);
             let key =
                 |&each: &usize| (self.segments[each].phase == SegmentPhase::Forward, self.segments[each].level, each);
             let free = anchored.min_by_key(key).expect("segments alone depend on each other in one direction");
@@ -72,7 +72,7 @@ impl Segments<'_> {
             let made: u64 = segment
                 .operations
                 .iter()
-                .flat_map(|&each| &self.operations.all()[each].makes)
+                .flat_map(|&each| &self.operations.all()[each].outputs)
                 .map(|made| made.bytes)
                 .sum();
             let cost = 1 + made / 1024;
@@ -84,8 +84,8 @@ impl Segments<'_> {
                 inputs: self.edges_to(number),
                 backward: self.trains,
             });
-            let mut takers = segment.operations.iter().flat_map(|&each| self.operations.takers(each));
-            if takers.any(|&taker| self.placement.place(taker) == OperationPlace::All) {
+            let mut consumers = segment.operations.iter().flat_map(|&each| self.operations.consumers(each));
+            if consumers.any(|&consumer| self.placement.place(consumer) == OperationPlace::All) {
                 ends.push(stage);
             }
         }
@@ -110,18 +110,18 @@ impl Segments<'_> {
         let mut seen = BTreeSet::new();
         // A result, or an operation whose effects the segment waits for.
         let before = |operations: &[usize]| {
-            let takes = self.inputs_of(operations).into_iter().map(|taken| (taken.operation, Some(taken)));
+            let inputs = self.inputs_of(operations).into_iter().map(|taken| (taken.operation, Some(taken)));
             let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
-            takes.chain(waits.map(|&other| (other, None))).collect::<Vec<_>>()
+            inputs.chain(waits.map(|&other| (other, None))).collect::<Vec<_>>()
         };
         let mut pending = before(&self.segments[number].operations);
         while let Some((operation, taken)) = pending.pop() {
             if !seen.insert((operation, taken)) {
                 continue;
             }
-            let Some(maker) = self.of[operation].filter(|&maker| maker != number) else { continue };
+            let Some(producer) = self.of[operation].filter(|&producer| producer != number) else { continue };
             if let Some(stage) =
-                self.segments[maker].stage.filter(|_| self.segments[maker].phase == SegmentPhase::Forward)
+                self.segments[producer].stage.filter(|_| self.segments[producer].phase == SegmentPhase::Forward)
             {
                 *edges.entry(stage).or_default() += taken.map_or(0, |taken| self.bytes(taken));
             } else {
@@ -132,7 +132,7 @@ impl Segments<'_> {
     }
 
     /// Simulates the orders of all ranks; returns segments that wait for each other in a cycle, if there are any.
-    fn circle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
+    fn find_cycle(&self, orders: &[Vec<Node>], microbatches: usize) -> Option<Vec<usize>> {
         let before = self.before(orders, microbatches);
         let mut after: BTreeMap<Node, Vec<Node>> = BTreeMap::new();
         for (&node, nodes) in &before {
@@ -191,17 +191,17 @@ impl Segments<'_> {
     pub fn lines(&self, orders: &[Vec<Node>]) -> Vec<String> {
         let mut lines = Vec::with_capacity(self.operations.all().len() + 2 * self.ranks());
         for (number, operation) in self.operations.all().iter().enumerate() {
-            let takes: Vec<String> =
-                operation.takes.iter().map(|taken| format!("%{}:{}", taken.operation, taken.index)).collect();
-            let makes: Vec<&str> = operation.makes.iter().map(|made| made.text.as_str()).collect();
+            let inputs: Vec<String> =
+                operation.inputs.iter().map(|taken| format!("%{}:{}", taken.operation, taken.index)).collect();
+            let outputs: Vec<&str> = operation.outputs.iter().map(|made| made.text.as_str()).collect();
             let place = match self.placement.place(number) {
                 OperationPlace::Free => String::new(),
                 OperationPlace::All => " on all".to_owned(),
                 OperationPlace::On(partition) => format!(" on {partition}"),
             };
-            let (takes, makes) = (takes.join(", "), makes.join(", "));
+            let (inputs, outputs) = (inputs.join(", "), outputs.join(", "));
             let waits: String = operation.waits.iter().map(|other| format!(" after %{other}")).collect();
-            lines.push(format!("%{number}: {}({takes}) -> {makes}{place}{waits}", operation.kind));
+            lines.push(format!("%{number}: {}({inputs}) -> {outputs}{place}{waits}", operation.kind));
         }
         for (rank, outputs) in self.wanted.iter().enumerate() {
             let outputs: Vec<String> =

@@ -68,7 +68,7 @@ impl OperationPlacement {
         let mut found = Self { places: Vec::new(), levels: Vec::new(), variables };
         // Decided first, because the script may use the variable outside of the model before, such as for a penalty.
         for number in 0..operations.all().len() {
-            if let Some(partition) = asked(operations, homes, number) {
+            if let Some(partition) = requested(operations, homes, number) {
                 found.settle_variables(operations, number, partition)?;
             }
         }
@@ -132,13 +132,13 @@ impl OperationPlacement {
         let operation = &operations.all()[number];
         match operation.role {
             OperationRole::Constant => return OperationPlace::Free,
-            OperationRole::Input | OperationRole::HandsOut => return OperationPlace::All,
+            OperationRole::Input | OperationRole::ModelResult => return OperationPlace::All,
             OperationRole::Computes => {}
         }
         let home = || operation.variables.iter().find_map(|&variable| self.variables[variable]);
         let draws = draws(operations, number);
-        let asked = asked(operations, homes, number);
-        if let Some(partition) = if draws { home().or(asked) } else { asked.or_else(home) } {
+        let requested = requested(operations, homes, number);
+        if let Some(partition) = if draws { home().or(requested) } else { requested.or_else(home) } {
             return OperationPlace::On(partition);
         }
         if operation.inside
@@ -146,7 +146,7 @@ impl OperationPlacement {
         {
             // All operations of a layer call are in one place: that of the call's last operand.
             return *places_of_calls.entry(call).or_insert_with(|| {
-                let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].takes);
+                let taken = calls[&call].iter().flat_map(|&each| &operations.all()[each].inputs);
                 let last = self.last(taken.map(|taken| taken.operation).filter(|&other| other < number));
                 let varies = || calls[&call].iter().any(|&each| varies(operations, each));
                 if last == OperationPlace::All && varies() { OperationPlace::On(0) } else { last }
@@ -160,7 +160,7 @@ impl OperationPlacement {
         if let Some(&origin) = operation.gradient_of.iter().find(known) {
             return self.places[origin];
         }
-        let operands = || operation.takes.iter().map(|taken| taken.operation);
+        let operands = || operation.inputs.iter().map(|taken| taken.operation);
         let of_model = operands().filter(|&other| self.is_forward(operations, other));
         match (self.last(of_model), self.last(operands())) {
             (OperationPlace::On(partition), _) if !operation.inside => OperationPlace::On(partition),
@@ -183,7 +183,7 @@ impl OperationPlacement {
             let home = *self.variables[variable].get_or_insert(partition);
             if home != partition && operations.variables()[variable].binds {
                 return Err(Error::InvalidArgument(format!(
-                    "a variable of shape {} is taken on partition {home} and by `{}` on partition {partition}: layers and \
+                    "a variable of shape {} is used on partition {home} and by `{}` on partition {partition}: layers and \
                      operations that share a variable go to one partition",
                     operations.variables()[variable].text,
                     operation.name
@@ -206,11 +206,11 @@ fn varies(operations: &Operations, number: usize) -> bool {
 }
 
 /// Operations of layers with a partition (PLACE-1).
-fn asked(operations: &Operations, homes: &ModuleRanks, number: usize) -> Option<usize> {
+fn requested(operations: &Operations, homes: &ModuleRanks, number: usize) -> Option<usize> {
     let operation = &operations.all()[number];
     match (operation.inside, homes.default, operation.layer) {
         (false, _, _) => None,
-        (true, Some(default), _) => Some(operation.asked.unwrap_or(default)),
+        (true, Some(default), _) => Some(operation.requested.unwrap_or(default)),
         (true, None, Some((layer, _))) => homes.layers.get(layer).copied().flatten(),
         (true, None, None) => None,
     }

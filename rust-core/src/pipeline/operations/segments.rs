@@ -192,8 +192,8 @@ impl<'a> Segments<'a> {
     pub fn inputs_of(&self, operations: &[usize]) -> Vec<Output> {
         let made: BTreeSet<usize> = operations.iter().copied().collect();
         let mut seen = BTreeSet::new();
-        let takes = operations.iter().flat_map(|&each| &self.operations.all()[each].takes).copied();
-        takes
+        let inputs = operations.iter().flat_map(|&each| &self.operations.all()[each].inputs).copied();
+        inputs
             .filter(|taken| !made.contains(&taken.operation))
             .filter(|taken| self.placement.place(taken.operation) != OperationPlace::Free)
             .filter(|taken| seen.insert(*taken))
@@ -227,21 +227,21 @@ impl<'a> Segments<'a> {
         let made: BTreeSet<usize> = operations.iter().copied().collect();
         let outputs = operations.iter().flat_map(|&each| self.outputs(each));
         let needed = outputs.filter(|output| {
-            let mut takers = self.takers_of(*output).filter(|taker| !made.contains(taker));
+            let mut consumers = self.consumers_of(*output).filter(|consumer| !made.contains(consumer));
             self.wanted[rank].contains(output)
                 || self.crossing.contains(output)
-                || takers.any(|taker| self.needed[rank][taker])
+                || consumers.any(|consumer| self.needed[rank][consumer])
         });
         needed.collect()
     }
 
     fn outputs(&self, operation: usize) -> impl Iterator<Item = Output> + use<> {
-        (0..self.operations.all()[operation].makes.len()).map(move |index| Output { operation, index })
+        (0..self.operations.all()[operation].outputs.len()).map(move |index| Output { operation, index })
     }
 
-    fn takers_of(&self, output: Output) -> impl Iterator<Item = usize> + '_ {
-        let takers = self.operations.takers(output.operation).iter().copied();
-        takers.filter(move |&taker| self.operations.all()[taker].takes.contains(&output))
+    fn consumers_of(&self, output: Output) -> impl Iterator<Item = usize> + '_ {
+        let consumers = self.operations.consumers(output.operation).iter().copied();
+        consumers.filter(move |&consumer| self.operations.all()[consumer].inputs.contains(&output))
     }
 
     /// Placeholders are not computed.
@@ -259,18 +259,18 @@ impl<'a> Segments<'a> {
         };
         let home = |each: usize| (placement.place(each), phase(each));
         let computed: Vec<usize> = (0..count).filter(|&each| self.is_computed(each)).collect();
-        let mut takers = vec![Vec::new(); count];
+        let mut consumers = vec![Vec::new(); count];
         for &each in &computed {
-            operations.before(each).for_each(|other| takers[other].push(each));
+            operations.before(each).for_each(|other| consumers[other].push(each));
         }
         let mut levels: Vec<usize> = (0..count).map(|each| placement.level(each)).collect();
         // SEG-2. First the forward, whose users in the backward come later anyway, but not before its inputs; then the
         // rest.
-        let movable = |&&each: &&usize| !operations.all()[each].has_effect && !takers[each].is_empty();
+        let movable = |&&each: &&usize| !operations.all()[each].has_effect && !consumers[each].is_empty();
         for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) == SegmentPhase::Forward) {
-            let ours = takers[each].iter().filter(|&&taker| phase(taker) == SegmentPhase::Forward);
-            if takers[each].iter().all(|&taker| placement.place(taker) == placement.place(each))
-                && let Some(level) = ours.map(|&taker| levels[taker]).min()
+            let ours = consumers[each].iter().filter(|&&consumer| phase(consumer) == SegmentPhase::Forward);
+            if consumers[each].iter().all(|&consumer| placement.place(consumer) == placement.place(each))
+                && let Some(level) = ours.map(|&consumer| levels[consumer]).min()
             {
                 levels[each] = level;
             }
@@ -280,8 +280,8 @@ impl<'a> Segments<'a> {
             levels[each] = after.fold(levels[each], usize::max);
         }
         for &each in computed.iter().rev().filter(movable).filter(|&&each| phase(each) != SegmentPhase::Forward) {
-            if takers[each].iter().all(|&taker| home(taker) == home(each))
-                && let Some(level) = takers[each].iter().map(|&taker| levels[taker]).min()
+            if consumers[each].iter().all(|&consumer| home(consumer) == home(each))
+                && let Some(level) = consumers[each].iter().map(|&consumer| levels[consumer]).min()
             {
                 levels[each] = level;
             }
@@ -319,10 +319,10 @@ impl<'a> Segments<'a> {
     fn stage_used_by(&self, number: usize) -> Option<usize> {
         let mut used: Vec<(usize, u64)> = Vec::new();
         for taken in self.inputs_of(&self.segments[number].operations) {
-            let Some(maker) = self.of[taken.operation].map(|maker| &self.segments[maker]) else { continue };
-            if maker.phase == SegmentPhase::Forward
-                && maker.place == self.segments[number].place
-                && let Some(stage) = maker.stage
+            let Some(producer) = self.of[taken.operation].map(|producer| &self.segments[producer]) else { continue };
+            if producer.phase == SegmentPhase::Forward
+                && producer.place == self.segments[number].place
+                && let Some(stage) = producer.stage
             {
                 let bytes = self.bytes(taken) + 1;
                 match used.iter_mut().find(|(other, _)| *other == stage) {
@@ -335,7 +335,7 @@ impl<'a> Segments<'a> {
     }
 
     pub(super) fn bytes(&self, output: Output) -> u64 {
-        self.operations.all()[output.operation].makes[output.index].bytes
+        self.operations.all()[output.operation].outputs[output.index].bytes
     }
 
     /// The operations of a rank, and those on all ranks that it computes.
@@ -363,18 +363,19 @@ impl<'a> Segments<'a> {
                 continue;
             };
             for output in self.outputs(operation) {
-                let takers: Vec<usize> = self.takers_of(output).filter(|&taker| self.live[taker]).collect();
-                let takes = |rank: &usize| {
-                    self.wanted[*rank].contains(&output) || takers.iter().any(|&taker| self.needed[*rank][taker])
+                let consumers: Vec<usize> = self.consumers_of(output).filter(|&consumer| self.live[consumer]).collect();
+                let receives = |rank: &usize| {
+                    self.wanted[*rank].contains(&output)
+                        || consumers.iter().any(|&consumer| self.needed[*rank][consumer])
                 };
-                let to: Vec<usize> = (0..self.ranks()).filter(|&rank| rank != from).filter(takes).collect();
+                let to: Vec<usize> = (0..self.ranks()).filter(|&rank| rank != from).filter(receives).collect();
                 let Some(first) = to.first() else { continue };
-                let maker = &self.operations.all()[operation];
-                if let Some(what) = &maker.makes[output.index].stays {
+                let producer = &self.operations.all()[operation];
+                if let Some(what) = &producer.outputs[output.index].stays {
                     return Err(Error::Unsupported(format!(
                         "`{}:{}`, a tensor {what}, would pass from partition {from} to {first}: put the operations around it \
                          on one partition",
-                        maker.name, output.index
+                        producer.name, output.index
                     )));
                 }
                 self.crossing.insert(output);
@@ -408,21 +409,21 @@ impl<'a> Segments<'a> {
     }
 
     fn find_signals(&mut self) {
-        let mut told: BTreeMap<(usize, usize), BTreeSet<usize>> = BTreeMap::new();
+        let mut signalled: BTreeMap<(usize, usize), BTreeSet<usize>> = BTreeMap::new();
         for segment in 0..self.segments.len() {
             for rank in 0..self.ranks() {
                 for other in self.waits_of(segment, &self.on(segment, rank)) {
                     if let OperationPlace::On(from) = self.segments[other].place
                         && from != rank
                     {
-                        told.entry((other, from)).or_default().insert(rank);
+                        signalled.entry((other, from)).or_default().insert(rank);
                     }
                 }
             }
         }
         let signal =
             |((segment, from), to): (_, BTreeSet<usize>)| Signal { segment, from, to: to.into_iter().collect() };
-        self.signals = told.into_iter().map(signal).collect();
+        self.signals = signalled.into_iter().map(signal).collect();
     }
 
     /// Divides anchored backwards into the gradients that other ranks wait for, and the gradients of variables.
@@ -435,8 +436,8 @@ impl<'a> Segments<'a> {
             }
             let inside: BTreeSet<usize> = segment.operations.iter().copied().collect();
             let goes_out = |&each: &usize| {
-                let mut takers = self.operations.takers(each).iter();
-                takers.any(|taker| !inside.contains(taker) && self.of[*taker].is_some())
+                let mut consumers = self.operations.consumers(each).iter();
+                consumers.any(|consumer| !inside.contains(consumer) && self.of[*consumer].is_some())
             };
             let first = self.operations.needed_by(segment.operations.iter().copied().filter(goes_out));
             segment.phase = SegmentPhase::Weight;

@@ -1,24 +1,24 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::{PartitionRequest, divide_layers};
+use crate::partition::{PartitionRequest, partition_layers};
 use crate::pipeline::schedule::Schedule;
 
 /// An operation with one result of 4 KiB that uses the first results of others.
-fn operation(name: &str, takes: &[usize]) -> Operation {
+fn operation(name: &str, inputs: &[usize]) -> Operation {
     Operation {
         name: name.to_owned(),
         kind: name.to_owned(),
-        takes: takes.iter().map(|&operation| Output { operation, index: 0 }).collect(),
-        makes: vec![ResultSpec { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
+        inputs: inputs.iter().map(|&operation| Output { operation, index: 0 }).collect(),
+        outputs: vec![ResultSpec { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
         flops: 1000,
         ..Operation::default()
     }
 }
 
-fn in_layer(name: &str, takes: &[usize], layer: usize, call: usize, variables: &[usize]) -> Operation {
+fn in_layer(name: &str, inputs: &[usize], layer: usize, call: usize, variables: &[usize]) -> Operation {
     let layer = Some((layer, call));
-    Operation { inside: true, layer, variables: variables.to_vec(), ..operation(name, takes) }
+    Operation { inside: true, layer, variables: variables.to_vec(), ..operation(name, inputs) }
 }
 
 fn variables(count: usize) -> Vec<Variable> {
@@ -32,14 +32,14 @@ fn variables(count: usize) -> Vec<Variable> {
 /// ```
 fn chain() -> Vec<Operation> {
     let number = |operations: Vec<Operation>| {
-        operations.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect()
+        operations.into_iter().enumerate().map(|(created, each)| Operation { created, ..each }).collect()
     };
     number(vec![
         Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("relu", &[1], 1, 1, &[]),
         in_layer("two", &[2], 2, 2, &[1]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![3], ..operation("two_weights", &[2, 5]) },
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[3, 5]) },
@@ -85,7 +85,7 @@ fn operations_are_where_their_layers_operands_and_origins_are() {
 #[test]
 fn a_script_places_what_no_layer_does() {
     let mut rows = chain();
-    rows[2].asked = Some(1);
+    rows[2].requested = Some(1);
     let operations = Operations::new(rows, variables(2)).unwrap();
     let homes = ModuleRanks { default: Some(0), ..ModuleRanks::default() };
     let placement = OperationPlacement::new(&operations, &homes).unwrap();
@@ -123,7 +123,7 @@ fn the_state_of_a_generator_is_in_one_place_for_layers_in_two() {
 }
 
 #[test]
-fn what_comes_out_differently_on_each_rank_is_on_one() {
+fn random_numbers_and_effects_of_layers_run_on_one_rank() {
     let mut rows = chain();
     // Noise that a layer adds to the model's input, and a message that the model prints.
     rows.push(Operation { has_effect: true, ..in_layer("noise", &[], 3, 3, &[]) });
@@ -161,17 +161,17 @@ fn a_metrics_update_is_on_all_ranks_and_a_call_without_variables_in_one_place() 
 }
 
 #[test]
-fn what_a_gradient_has_the_forward_keep_is_computed_with_it() {
+fn operations_that_keep_values_for_a_gradient_are_placed_with_their_loop() {
     let mut rows = chain();
     // A list that is added to the loop "two" when its gradient is created.
     let mut list = operation("list", &[1]);
-    list.made = 20;
+    list.created = 20;
     rows.insert(2, list);
     for row in &mut rows[3..] {
-        row.takes.iter_mut().filter(|taken| taken.operation >= 2).for_each(|taken| taken.operation += 1);
+        row.inputs.iter_mut().filter(|taken| taken.operation >= 2).for_each(|taken| taken.operation += 1);
         row.gradient_of.iter_mut().filter(|origin| **origin >= 2).for_each(|origin| *origin += 1);
     }
-    rows[4].takes.push(first(2));
+    rows[4].inputs.push(first(2));
     let operations = Operations::new(rows, variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     assert!(operations.is_of_model(2) && placement.is_forward(&operations, 2));
@@ -215,12 +215,12 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
         in_layer("read", &[], 1, 1, &[1]),
         in_layer("two", &[1, 2], 1, 1, &[]),
         in_layer("assign", &[3], 1, 1, &[1]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         // The gradient uses the value that was read.
         Operation { gradient_of: vec![3], ..operation("two_inputs", &[2, 5]) },
     ];
     (rows[4].has_effect, rows[4].assigns) = (true, true);
-    rows.iter_mut().enumerate().for_each(|(made, row)| row.made = made);
+    rows.iter_mut().enumerate().for_each(|(created, row)| row.created = created);
     let operations = Operations::new(rows, variables(2)).unwrap();
     let homes = ModuleRanks { layers: vec![Some(0), Some(1)], ..ModuleRanks::default() };
     let placement = OperationPlacement::new(&operations, &homes).unwrap();
@@ -230,7 +230,7 @@ fn a_variable_is_read_when_the_microbatch_before_has_changed_it() {
 }
 
 #[test]
-fn a_halved_backward_has_first_what_others_wait_for() {
+fn the_first_half_of_a_backward_computes_what_other_ranks_need() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), true).unwrap();
@@ -253,9 +253,9 @@ fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
 }
 
 #[test]
-fn what_cannot_pass_between_ranks_is_told() {
+fn values_that_cannot_pass_between_ranks_are_reported() {
     let mut rows = chain();
-    rows[2].makes[0].stays = Some("of type string".to_owned());
+    rows[2].outputs[0].stays = Some("of type string".to_owned());
     let operations = Operations::new(rows, variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let error = Segments::cut(&operations, &placement, &wanted(), false).unwrap_err();
@@ -279,25 +279,25 @@ fn operations_that_do_not_fit_together_are_refused() {
 fn layers_are_divided_by_what_their_operations_cost() {
     let operations = Operations::new(chain(), variables(2)).unwrap();
     let layers = ["one", "relu", "two"].map(str::to_owned);
-    let wish = PartitionRequest {
+    let request = PartitionRequest {
         partitions: 2,
         memory_weight: 0.8,
         microbatches: 4,
         active_microbatches: Some(4),
         schedule: Schedule::Simple,
     };
-    let (partitions, table) = divide_layers(&operations, &layers, wish).unwrap();
+    let (partitions, table) = partition_layers(&operations, &layers, request).unwrap();
     assert_eq!(partitions, [Some(0), None, Some(1)]);
     assert!(table.contains("one") && table.contains("two"), "{table}");
     // Layers that share a variable are on one partition.
     let mut rows = chain();
     rows[3].variables.push(0);
     let operations = Operations::new(rows, variables(2)).unwrap();
-    assert_eq!(divide_layers(&operations, &layers, wish).unwrap().0, [Some(0), None, Some(0)]);
+    assert_eq!(partition_layers(&operations, &layers, request).unwrap().0, [Some(0), None, Some(0)]);
     let plain = Operations::new(vec![operation("x", &[])], variables(0)).unwrap();
     assert_eq!(
-        divide_layers(&plain, &[], wish).unwrap_err().to_string(),
-        "no layer of the model has variables: there is nothing to divide"
+        partition_layers(&plain, &[], request).unwrap_err().to_string(),
+        "no layer of the model has variables: there is nothing to partition"
     );
 }
 
@@ -307,7 +307,7 @@ fn a_variable_is_changed_after_it_has_been_read_and_read_after_it_has_been_chang
     let mut rows = chain();
     rows[3].variables.push(2);
     let assign = Operation { has_effect: true, assigns: true, variables: vec![2], ..operation("assign", &[]) };
-    rows.push(Operation { waits: vec![3], made: 10, ..assign });
+    rows.push(Operation { waits: vec![3], created: 10, ..assign });
     let operations = Operations::new(rows, variables(3)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
@@ -330,12 +330,12 @@ fn number_of(segments: &Segments<'_>, operation: usize) -> usize {
 
 /// The first layer prints, then the second one, then the body, on all ranks.
 #[test]
-fn other_ranks_are_told_of_effects_that_they_wait_for() {
+fn other_ranks_receive_signals_of_effects_that_they_wait_for() {
     let mut rows = chain();
-    let print = |waits, row| Operation { has_effect: true, waits, makes: vec![], ..row };
-    rows.push(Operation { made: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
-    rows.push(Operation { made: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
-    rows.push(Operation { made: 12, ..print(vec![11], operation("print", &[5])) });
+    let print = |waits, row| Operation { has_effect: true, waits, outputs: vec![], ..row };
+    rows.push(Operation { created: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
+    rows.push(Operation { created: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
+    rows.push(Operation { created: 12, ..print(vec![11], operation("print", &[5])) });
     let operations = Operations::new(rows, variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     assert_eq!(
@@ -354,19 +354,19 @@ fn other_ranks_are_told_of_effects_that_they_wait_for() {
 
 /// Layers on partitions 0, 1 and 0; the gradients of both layers on 0 use the shape of the first layer's result.
 #[test]
-fn what_a_stage_is_asked_for_before_its_backward_is_not_in_the_schedules_place() {
+fn a_segment_whose_results_are_needed_before_its_backward_is_not_in_the_schedule() {
     let rows = vec![
         Operation { role: OperationRole::Input, ..operation("x", &[]) },
         in_layer("one", &[0], 0, 0, &[0]),
         in_layer("two", &[1], 1, 1, &[1]),
         in_layer("three", &[2], 2, 2, &[2]),
-        Operation { role: OperationRole::HandsOut, ..operation("out", &[3]) },
+        Operation { role: OperationRole::ModelResult, ..operation("out", &[3]) },
         operation("loss", &[4]),
         Operation { gradient_of: vec![1], ..operation("shape", &[1]) },
         Operation { gradient_of: vec![3], ..operation("three_inputs", &[3, 5, 6]) },
         Operation { gradient_of: vec![2], ..operation("two_inputs", &[2, 6, 7]) },
     ];
-    let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
+    let rows = rows.into_iter().enumerate().map(|(created, each)| Operation { created, ..each }).collect();
     let operations = Operations::new(rows, variables(3)).unwrap();
     let homes = ModuleRanks { layers: vec![Some(0), Some(1), Some(0)], ..ModuleRanks::default() };
     let placement = OperationPlacement::new(&operations, &homes).unwrap();
@@ -458,10 +458,10 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
         let mut rows = vec![Operation { role: OperationRole::Input, ..operation("x", &[]) }];
         // For each value, its operation.
         let mut values = vec![0];
-        let mut takes: Vec<Vec<usize>> = vec![Vec::new()];
+        let mut inputs: Vec<Vec<usize>> = vec![Vec::new()];
         let mut printed: Vec<usize> = Vec::new();
         let mut print = |rows: &mut Vec<Operation>, row: Operation| {
-            rows.push(Operation { has_effect: true, makes: vec![], waits: printed.clone(), ..row });
+            rows.push(Operation { has_effect: true, outputs: vec![], waits: printed.clone(), ..row });
             printed = vec![rows.len() - 1];
         };
         for (number, (_, operands, extras)) in layers.iter().enumerate() {
@@ -469,14 +469,14 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             let taken: Vec<usize> = operands.iter().map(|&operand| values[operand]).collect();
             rows.push(in_layer("layer", &taken, number, number, &[number]));
             values.push(rows.len() - 1);
-            takes.push(operands);
+            inputs.push(operands);
             if extras.prints {
                 let row = in_layer("print", &[rows.len() - 1], number, number, &[]);
                 print(&mut rows, row);
             }
         }
         let count = layers.len();
-        rows.push(Operation { role: OperationRole::HandsOut, ..operation("out", &[values[count]]) });
+        rows.push(Operation { role: OperationRole::ModelResult, ..operation("out", &[values[count]]) });
         let mut parts = vec![rows.len() - 1];
         for (number, _) in layers.iter().enumerate().filter(|(_, (_, _, extras))| extras.penalty) {
             rows.push(Operation { variables: vec![number], ..operation("penalty", &[]) });
@@ -493,14 +493,14 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             let mut needs = vec![values[layer], given];
             let RandomLayers { is_first, shape, .. } = layers[layer - 1].2;
             if let Some(made) = shape {
-                let taken = values[takes[layer][0]];
+                let taken = values[inputs[layer][0]];
                 let origin = if made { taken } else { values[layer] };
                 rows.push(Operation { gradient_of: vec![origin], ..operation("shape", &[taken]) });
                 needs.push(rows.len() - 1);
             }
             rows.push(Operation { gradient_of: vec![values[layer]], ..operation("gradient", &needs) });
             let made = rows.len() - 1;
-            for &operand in takes[layer].iter().filter(|_| !is_first) {
+            for &operand in inputs[layer].iter().filter(|_| !is_first) {
                 gradients[operand] = Some(match gradients[operand] {
                     Some(other) if other != made => {
                         rows.push(Operation { gradient_of: vec![values[operand]], ..operation("sum", &[other, made]) });
@@ -512,13 +512,13 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
         }
         for (number, (_, _, extras)) in layers.iter().enumerate() {
             let Some(by_loss) = extras.changes else { continue };
-            let takes = if by_loss { vec![loss] } else { vec![] };
+            let inputs = if by_loss { vec![loss] } else { vec![] };
             let waits = (0..rows.len()).filter(|&each| rows[each].variables == [number]).collect();
-            let row = Operation { waits, variables: vec![number], ..operation("assign", &takes) };
+            let row = Operation { waits, variables: vec![number], ..operation("assign", &inputs) };
             rows.push(Operation { has_effect: true, assigns: true, ..row });
         }
         rows.push(operation("result", &[loss]));
-        let rows = rows.into_iter().enumerate().map(|(made, each)| Operation { made, ..each }).collect();
+        let rows = rows.into_iter().enumerate().map(|(created, each)| Operation { created, ..each }).collect();
         (rows, layers.into_iter().map(|(partition, _, _)| Some(partition)).collect())
     })
 }
@@ -570,10 +570,10 @@ proptest! {
                 for segment in 0..segments.all().len() {
                     for other in segments.after(segment, rank).into_iter().filter(|after| after.back == 0) {
                         let from = segments.all()[other.segment].place.partition();
-                        let told = segments.signals().iter().any(|signal| {
+                        let is_signalled = segments.signals().iter().any(|signal| {
                             signal.segment == other.segment && Some(signal.from) == from && signal.to.contains(&rank)
                         });
-                        prop_assert!(told == from.is_some_and(|from| from != rank));
+                        prop_assert!(is_signalled == from.is_some_and(|from| from != rank));
                     }
                 }
             }

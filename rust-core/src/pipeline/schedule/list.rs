@@ -72,10 +72,10 @@ impl Awaited {
 struct Scheduler<'a> {
     graph: &'a Graph,
     schedule: Schedule,
-    /// The most microbatches in flight on each rank.
+    /// Maximum number of microbatches in flight on each rank.
     active: Vec<usize>,
-    /// The most activations that a rank may keep, in stages. It applies only where backwards are split, since a
-    /// deferred second part keeps activations longer than 1F1B would.
+    /// Maximum number of activations that a rank may keep, in stages. It applies only where backwards are split, since
+    /// a deferred second part keeps activations longer than 1F1B would.
     kept: usize,
     stages: Vec<StageState>,
     /// The stages of each rank.

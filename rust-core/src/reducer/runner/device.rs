@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Reducer;
-use super::end::LOOK_FOR_SIGNALS;
+use super::end::SIGNAL_CHECK_INTERVAL;
 use crate::buffer::Device;
 use crate::device::Context;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use crate::reducer::vote_gate::Admission;
 use crate::world::monitor::interrupt_pending;
 
 /// Polling interval of [`Reducer::await_device`].
-const DEVICE_NAP: Duration = Duration::from_micros(200);
+const DEVICE_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 impl Reducer {
     /// Packs a full bucket from [`Reducer::mark_ready`] on its device and queues its reduction. Called in plan order.
@@ -39,12 +39,14 @@ impl Reducer {
         let device_queue = match self.device_queue.get() {
             Some(device_queue) => device_queue,
             None => {
-                let device = bucket.flat.iter().chain(bucket.apart).find_map(|view| match view.device() {
+                let device = bucket.flat.iter().chain(bucket.in_place).find_map(|view| match view.device() {
                     Device::Cuda(device) => Some(device),
                     Device::Cpu => None,
                 });
                 let Some(device) = device else {
-                    return Err(Error::Internal("a bucket in CPU memory was to be reduced on a device".to_owned()));
+                    return Err(Error::Internal(
+                        "a bucket in CPU memory was passed to a reduction on a device".to_owned(),
+                    ));
                 };
                 let (context, op) = (Context::primary(device)?, self.options().op());
                 // SAFETY: the caller's promise.
@@ -72,7 +74,7 @@ impl Reducer {
                 Admission::Refused(job) => (None, Some(job)),
             }
         };
-        own.into_iter().for_each(|job| device_queue.carry_out(job));
+        own.into_iter().for_each(|job| device_queue.run_job(job));
         dropped.into_iter().for_each(|job| device_queue.drop_job(job));
         Ok(())
     }
@@ -103,7 +105,7 @@ impl Reducer {
         };
         if device_queue.context().device() != device {
             return Err(Error::InvalidArgument(format!(
-                "gradients on `cuda:{}` and `cuda:{device}` were to be reduced together",
+                "gradients on `cuda:{}` and `cuda:{device}` cannot be reduced together",
                 device_queue.context().device()
             )));
         }
@@ -147,13 +149,13 @@ impl Reducer {
             if done? {
                 return Ok(());
             }
-            if looked.elapsed() >= LOOK_FOR_SIGNALS {
+            if looked.elapsed() >= SIGNAL_CHECK_INTERVAL {
                 looked = Instant::now();
                 if interrupt_pending() {
                     return Err(Error::Interrupted { during: DURING.to_owned() });
                 }
             }
-            std::thread::sleep(DEVICE_NAP);
+            std::thread::sleep(DEVICE_POLL_INTERVAL);
         }
     }
 

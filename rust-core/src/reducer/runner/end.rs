@@ -17,7 +17,7 @@ use crate::reducer::{BucketPlan, ReducerEvent};
 use crate::world::monitor::interrupt_pending;
 
 /// The interval at which waits of a step look for signals.
-pub(super) const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(50);
+pub(super) const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 impl Reducer {
     /// At the end of a backward: the parameters without a gradient, in the order in which the caller must mark them
@@ -76,7 +76,7 @@ impl Reducer {
             }
             // Without the lock, because looking for signals may take an interpreter's lock while other threads need
             // this one.
-            if self.changed.wait_for(state, LOOK_FOR_SIGNALS).timed_out()
+            if self.changed.wait_for(state, SIGNAL_CHECK_INTERVAL).timed_out()
                 && MutexGuard::unlocked(state, interrupt_pending)
             {
                 interrupted = true;
@@ -99,8 +99,8 @@ impl Reducer {
             history.learn();
         }
         let used_always = state.used_always.clone();
-        let ask = state.options.may_leave_unused() && used_always.is_none();
-        let mine = ask.then(|| {
+        let compares_usage = state.options.may_leave_unused() && used_always.is_none();
+        let mine = compares_usage.then(|| {
             let unknown = vec![0; self.params.len()];
             std::mem::replace(&mut state.used, unknown)
         });
@@ -213,7 +213,7 @@ impl Reducer {
         )
     }
 
-    /// Ends the step with an error on all members, and waits until the others have been told. Returns the error.
+    /// Ends the step with an error on all members, and waits until the others have received it. Returns the error.
     fn give_up(self: &Arc<Self>, message: String) -> Error {
         let error = Error::InvalidArgument(message.clone());
         self.abandon(&message, false);
@@ -242,8 +242,8 @@ impl Reducer {
         let action = 'decided: {
             let state = &mut *self.state.lock();
             let Some(active) = state.active.as_mut() else {
-                let untold = state.untold.take().filter(|_| more_follows);
-                break 'decided untold
+                let unreported = state.unreported.take().filter(|_| more_follows);
+                break 'decided unreported
                     .map_or(ReducerAction::Nothing, |(id, message)| ReducerAction::GiveUp(id, message));
             };
             if active.abandoned {

@@ -23,7 +23,8 @@ mod device;
 mod end;
 mod rounds;
 
-/// Reduces the gradients of one model, step after step, over a communicator of its own. All functions may be called from any thread.
+/// Reduces the gradients of one model, step after step, over a communicator of its own. All functions may be called
+/// from any thread.
 pub struct Reducer {
     communicator: Arc<Communicator>,
     params: Arc<[ParamSpec]>,
@@ -231,8 +232,8 @@ impl Reducer {
         self.state.lock().placement.start();
     }
 
-    /// Returns the slot for an allocation of `bytes` bytes in a backward, if it is predicted to become the gradient of a
-    /// parameter ([`super::gradient_placement`]). A caller that gets none reports where the tensor lies
+    /// Returns the slot for an allocation of `bytes` bytes in a backward, if it is predicted to become the gradient of
+    /// a parameter ([`super::gradient_placement`]). A caller that gets none reports where the tensor lies
     /// ([`Reducer::placed_elsewhere`]).
     pub fn place(&self, bytes: usize) -> Option<SlotLease> {
         let StepState { active, placement, layout, options, .. } = &mut *self.state.lock();
@@ -301,9 +302,10 @@ impl Reducer {
             ReducerAction::Nothing => {}
             ReducerAction::GiveUp(id, message) => {
                 let reducer = Arc::clone(self);
-                let told = Error::InvalidArgument(message.clone());
-                // Whatever the result, the others have been told or are gone; this rank reports its own error.
-                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(told))));
+                let own_error = Error::InvalidArgument(message.clone());
+                // Whatever the result, the others have received the error or have died; this rank reports its own
+                // error.
+                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(own_error))));
             }
             ReducerAction::Reduce(id, bucket, layout, offset_bytes, (dtype, op)) => {
                 let planned = &layout.plan.buckets()[bucket];

@@ -22,19 +22,19 @@ impl Reducer {
     /// Closes the vote: all members take part, and full buckets are reduced. On a device, this passes the reductions
     /// that waited to the queue's thread.
     pub(in crate::reducer) fn release(self: &Arc<Self>, round: u64) {
-        self.unhold(round, false);
+        self.close_vote(round, false);
     }
 
     /// Closes the vote: not all members take part, and the round's gradients keep their values. [`Reducer::abandon`]
     /// must follow; it tells the others nothing, because they may be in the middle of a backward.
     pub(in crate::reducer) fn cancel(self: &Arc<Self>, round: u64) {
-        self.unhold(round, true);
+        self.close_vote(round, true);
     }
 
-    fn unhold(self: &Arc<Self>, round: u64, cancel: bool) {
+    fn close_vote(self: &Arc<Self>, round: u64, cancel: bool) {
         let (action, dropped, on_device) = {
             let state = &mut *self.state.lock();
-            let Some((action, jobs)) = state.unhold(round, cancel) else { return };
+            let Some((action, jobs)) = state.close_vote(round, cancel) else { return };
             self.changed.notify_all();
             let on_device = state.options.reduces_on_device();
             match self.device_queue.get() {
@@ -63,7 +63,7 @@ impl Reducer {
     }
 
     /// Ends the wait for a round's end, because its request by name has failed. Its caller abandons the round.
-    fn call_off(&self, round: u64, error: Error) {
+    fn end_wait(&self, round: u64, error: Error) {
         if let Some(active) = self.state.lock().active.as_mut().filter(|active| active.id == round) {
             active.called_off = Some(error);
             self.changed.notify_all();
@@ -78,8 +78,8 @@ impl Reducer {
         };
         let Some(vote) = vote else { return };
         let reducer = Arc::clone(self);
-        if let Err(error) = vote.request_end(move |error| reducer.call_off(round, error)) {
-            self.call_off(round, error);
+        if let Err(error) = vote.request_end(move |error| reducer.end_wait(round, error)) {
+            self.end_wait(round, error);
         }
     }
 }

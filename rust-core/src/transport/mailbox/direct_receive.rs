@@ -120,7 +120,7 @@ impl<L: Link> Mailbox<L> {
                 recv.message.complete(Ok(from));
                 state.completed = true;
             }
-            DirectTarget::Eager(recv) => state.post_again(recv),
+            DirectTarget::Eager(recv) => state.repost(recv),
             DirectTarget::Data { slot, .. } if is_whole => state.note_received(slot, bytes, from),
             DirectTarget::Kept { tag: Some(tag), memory } if is_whole => {
                 let header = [FrameKind::Eager as u64, tag, 0, 0, bytes as u64];
@@ -133,7 +133,7 @@ impl<L: Link> Mailbox<L> {
     }
 
     /// Takes a direct receive away from the memory of the message `id`, which is being cancelled (MBX-5).
-    pub(super) fn divert(&self, state: &mut parking_lot::MutexGuard<'_, MailboxState>, id: u64) {
+    pub(super) fn detach(&self, state: &mut parking_lot::MutexGuard<'_, MailboxState>, id: u64) {
         let find = |state: &MailboxState| {
             state.peers.iter().position(|peer| peer.direct_receive.as_ref().is_some_and(|receive| receive.is_for(id)))
         };
@@ -194,7 +194,7 @@ mod tests {
         fn doorbell(&self) -> u32 {
             0
         }
-        fn doze(&self, _seen: u32, _limit: Duration) {}
+        fn wait_doorbell(&self, _seen: u32, _limit: Duration) {}
         fn ring_own(&self) {}
     }
 

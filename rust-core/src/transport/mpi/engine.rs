@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Limit, Result};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
-use crate::transport::{NAP, cores};
+use crate::transport::{POLL_INTERVAL, cores};
 use crate::world::Monitor;
 
 /// Number of receives that are always posted.
@@ -33,7 +33,7 @@ const SPINS: u32 = 2000;
 const YIELDS: u32 = 20;
 
 /// How long to wait after a failure of MPI for the report of a death that explains it.
-const NEWS_TIME: Duration = Duration::from_secs(2);
+const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The interface to MPI: messages between processes.
 pub(crate) trait Wire: Send {
@@ -94,7 +94,7 @@ struct EngineState {
     outbox: Mutex<Outbox>,
     ports: Ports,
     send_buffers: Pool,
-    news: Condvar,
+    outbox_changed: Condvar,
     waiters: AtomicUsize,
     /// The result of `start`, and whether MPI is finalised.
     world: OnceLock<Result<MpiWorld, Failure>>,
@@ -115,7 +115,7 @@ impl Engine {
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
-            news: Condvar::new(),
+            outbox_changed: Condvar::new(),
             waiters: AtomicUsize::new(0),
             world: OnceLock::new(),
             ended: OnceLock::new(),
@@ -153,7 +153,7 @@ impl Engine {
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during.to_owned() });
             }
-            self.shared.changed.wait_for(&mut lock, NAP);
+            self.shared.changed.wait_for(&mut lock, POLL_INTERVAL);
         }
     }
 
@@ -162,14 +162,14 @@ impl Engine {
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
         self.shared.outbox.lock().finish = true;
-        self.shared.news.notify_all();
+        self.shared.outbox_changed.notify_all();
         let mut lock = self.shared.change.lock();
         while self.shared.ended.get().is_none() {
             let failed = (0..world.size).any(|rank| departed(monitor, rank));
             if failed || Instant::now() >= deadline || monitor.interrupted() {
                 return;
             }
-            self.shared.changed.wait_for(&mut lock, NAP);
+            self.shared.changed.wait_for(&mut lock, POLL_INTERVAL);
         }
     }
 }
@@ -199,7 +199,7 @@ impl Carrier for Engine {
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
         self.shared.outbox.lock().frames.push_back((to, bytes));
-        self.shared.news.notify_one();
+        self.shared.outbox_changed.notify_one();
         true
     }
 
@@ -208,7 +208,7 @@ impl Carrier for Engine {
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
         } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.shared.news.notify_one();
+            self.shared.outbox_changed.notify_one();
         }
     }
 
@@ -222,7 +222,7 @@ impl Carrier for Engine {
     }
 
     /// Stops the use of MPI after a death (MPI-3).
-    fn needs_everybody(&self) -> bool {
+    fn needs_all_members(&self) -> bool {
         true
     }
 }
@@ -247,7 +247,7 @@ impl EngineState {
         match slots.run(self, &mut *wire) {
             Ok(()) => {
                 if let Err(Failure(text)) = wire.finish() {
-                    tracing::debug!("MPI did not end well: {text}");
+                    tracing::debug!("MPI could not be finalized: {text}");
                 }
                 let _ = self.ended.set(());
                 self.announce();
@@ -263,13 +263,13 @@ impl EngineState {
         let _ = self.ended.set(());
         self.announce();
         let monitors = self.ports.monitors();
-        let deadline = Instant::now() + NEWS_TIME;
+        let deadline = Instant::now() + DEATH_REPORT_TIMEOUT;
         while !self.ports.somebody_departed() {
             if Instant::now() >= deadline {
                 monitors.iter().for_each(|monitor| monitor.close(&format!("MPI failed: {text}")));
                 return;
             }
-            std::thread::sleep(NAP);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -354,13 +354,13 @@ impl Slots {
                 return Ok(());
             }
             if outbox.frames.is_empty() || self.free.is_empty() {
-                shared.news.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
+                shared.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
             }
             drop(outbox);
-            if seen.elapsed() > NAP {
+            if seen.elapsed() > POLL_INTERVAL {
                 seen = Instant::now();
                 if shared.ports.somebody_departed() {
-                    return Err(Failure("a process of the job has gone".to_owned()));
+                    return Err(Failure("a process of the job has ended".to_owned()));
                 }
             }
         }

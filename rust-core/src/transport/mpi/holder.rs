@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::engine::{Failure, Wire};
 use crate::error::{Error, Limit, Result};
-use crate::transport::NAP;
+use crate::transport::POLL_INTERVAL;
 use crate::transport::ports::departed;
 use crate::world::Monitor;
 
@@ -47,7 +47,7 @@ impl Holder {
             }
             drop(progress);
             if !failed && let Err(Failure(text)) = wire.finish() {
-                tracing::debug!("MPI did not end well: {text}");
+                tracing::debug!("MPI could not be finalized: {text}");
             }
             own.progress.lock().ended = true;
             own.changed.notify_all();
@@ -80,7 +80,7 @@ impl Holder {
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: during.to_owned() });
             }
-            self.changed.wait_for(&mut progress, NAP);
+            self.changed.wait_for(&mut progress, POLL_INTERVAL);
         }
     }
 
@@ -95,7 +95,7 @@ impl Holder {
             if failed || Instant::now() >= deadline || monitor.interrupted() || progress.outcome.is_none() {
                 return;
             }
-            self.changed.wait_for(&mut progress, NAP);
+            self.changed.wait_for(&mut progress, POLL_INTERVAL);
         }
     }
 }

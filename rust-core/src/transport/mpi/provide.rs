@@ -38,7 +38,7 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
             ))
         });
     };
-    let path = folder.join(format!("{}.so", stem(&source, &flags)));
+    let path = folder.join(format!("{}.so", file_stem(&source, &flags)));
     if is_usable(&path) {
         return Ok(path);
     }
@@ -61,10 +61,10 @@ pub fn provide(deadline: Instant) -> Result<PathBuf> {
 
 /// The folder for plug-ins; logs once why it is not the configured one.
 fn cache_folder() -> Result<PathBuf> {
-    static SAID: Once = Once::new();
+    static LOGGED: Once = Once::new();
     let folder = cache::folder("mpi")?;
     if let Some(warning) = &folder.warning {
-        SAID.call_once(|| tracing::warn!("{warning}"));
+        LOGGED.call_once(|| tracing::warn!("{warning}"));
     }
     Ok(folder.path)
 }
@@ -91,7 +91,7 @@ fn flags(compiler: &OsString) -> Option<Vec<u8>> {
     output.status.success().then_some(output.stdout)
 }
 
-fn stem(source: &str, flags: &[u8]) -> String {
+fn file_stem(source: &str, flags: &[u8]) -> String {
     format!("mpi-plugin-{source}-{}", short_digest(&[flags]))
 }
 

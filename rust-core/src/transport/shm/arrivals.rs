@@ -23,7 +23,7 @@ impl Arrivals<'_> {
     ///
     /// # Errors
     /// The counter's value.
-    pub(crate) fn look(&self, phase: u32) -> Result<(), u32> {
+    pub(crate) fn poll(&self, phase: u32) -> Result<(), u32> {
         let seen = self.event.value();
         // A peer can be at most one phase ahead, so the difference is small and its sign is right despite wrapping.
         if seen.wrapping_sub(self.target(phase)) as i32 >= 0 { Ok(()) } else { Err(seen) }

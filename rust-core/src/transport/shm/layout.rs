@@ -40,7 +40,7 @@ mod control {
     pub(super) const PHASE: usize = 0;
     pub(super) const CORE: usize = 4;
     pub(super) const DOORBELL: usize = 128;
-    pub(super) const DOZERS: usize = 256;
+    pub(super) const DOORBELL_SLEEPERS: usize = 256;
     pub(super) const CALLS: usize = 384;
     pub(super) const MESSAGES: usize = 512;
     pub(super) const ROWS: usize = 512 + 2 * super::MESSAGE_BYTES;
@@ -90,8 +90,8 @@ impl SegmentLayout {
     }
 
     /// `u32`: threads of `rank` asleep on its doorbell.
-    pub(crate) fn dozers(&self, rank: usize) -> usize {
-        self.control(rank) + control::DOZERS
+    pub(crate) fn doorbell_sleepers(&self, rank: usize) -> usize {
+        self.control(rank) + control::DOORBELL_SLEEPERS
     }
 
     /// `[u64; CALL_WORDS]`: the call of `rank`.
@@ -139,7 +139,7 @@ mod tests {
                 ranges.push((layout.phase(rank), 4));
                 ranges.push((layout.core(rank), 4));
                 ranges.push((layout.doorbell(rank), 4));
-                ranges.push((layout.dozers(rank), 4));
+                ranges.push((layout.doorbell_sleepers(rank), 4));
                 for parity in 0..2 {
                     ranges.push((layout.call(rank, parity), CALL_WORDS * 8));
                     ranges.push((layout.rows(rank, parity), 2 * size * 8));

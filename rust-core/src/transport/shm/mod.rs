@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::mailbox::{Mailbox, Messages};
-use super::{Backoff, Members, NAP, Transport, Wait};
+use super::{Backoff, Members, POLL_INTERVAL, Transport, Wait};
 use crate::error::{Code, Error, Result};
 use crate::metrics::Sleeps;
 use crate::world::{Monitor, Store};
@@ -141,14 +141,14 @@ impl SharedMemory {
 /// When the leader dies, its descriptor is closed, and opening it may fail before its death is reported: waits a
 /// moment for the report.
 fn explained(error: Error, leader: usize, monitor: &Monitor, during: &str) -> Error {
-    const NEWS_TIME: Duration = Duration::from_secs(2);
+    const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
     let start = Instant::now();
-    while error.code() == Code::Io && start.elapsed() < NEWS_TIME {
+    while error.code() == Code::Io && start.elapsed() < DEATH_REPORT_TIMEOUT {
         let seen = monitor.generation();
         if let Err(departed) = monitor.check(&[leader], during) {
             return departed;
         }
-        monitor.wait_change(seen, NEWS_TIME / 20);
+        monitor.wait_change(seen, DEATH_REPORT_TIMEOUT / 20);
     }
     error
 }
@@ -172,9 +172,10 @@ impl Transport for ShmTransport {
 }
 
 /// Number of phases between two checks of the members' cores (note "three and one").
-const PHASES_A_LOOK: u32 = 64;
+const PHASES_PER_CORE_CHECK: u32 = 64;
 
-/// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group uses it at a time.
+/// The shared memory that a group's collectives use: arenas, regions and arrival counters. One operation of the group
+/// uses it at a time.
 pub struct SharedMemory {
     segment: SharedSegment,
     layout: SegmentLayout,
@@ -208,7 +209,7 @@ impl SharedMemory {
         self.phase.store(phase, Ordering::Relaxed);
         self.word(self.layout.phase(self.me())).store(phase, Ordering::Relaxed);
         self.word(self.layout.core(self.me())).store(core(), Ordering::Relaxed);
-        if phase.is_multiple_of(PHASES_A_LOOK) && self.size() > super::cores() {
+        if phase.is_multiple_of(PHASES_PER_CORE_CHECK) && self.size() > super::cores() {
             let seen = |rank| self.word(self.layout.core(rank)).load(Ordering::Relaxed);
             placement::spread(self.me(), seen, self.size());
         }
@@ -221,14 +222,14 @@ impl SharedMemory {
         let mut backoff = Backoff::new();
         let mut sleeps = Sleeps::default();
         loop {
-            let Err(seen) = arrivals.look(phase) else { return Ok(()) };
+            let Err(seen) = arrivals.poll(phase) else { return Ok(()) };
             if backoff.pause(|| self.shares_core()) {
                 continue;
             }
             if let Err(error) = wait.check(|| self.missing()) {
-                return arrivals.look(phase).map_err(|_| error);
+                return arrivals.poll(phase).map_err(|_| error);
             }
-            sleeps.sleep(|| self.missing(), || arrivals.event.sleep(seen, NAP));
+            sleeps.sleep(|| self.missing(), || arrivals.event.sleep(seen, POLL_INTERVAL));
         }
     }
 
@@ -332,7 +333,10 @@ impl SharedMemory {
     }
 
     fn doorbell(&self, rank: usize) -> FutexEvent<'_> {
-        FutexEvent { counter: self.word(self.layout.doorbell(rank)), sleepers: self.word(self.layout.dozers(rank)) }
+        FutexEvent {
+            counter: self.word(self.layout.doorbell(rank)),
+            sleepers: self.word(self.layout.doorbell_sleepers(rank)),
+        }
     }
 
     fn ring_doorbell(&self, rank: usize) {

@@ -74,7 +74,7 @@ impl Link for Rings {
         self.memory.doorbell(self.memory.me()).value()
     }
 
-    fn doze(&self, seen: u32, limit: Duration) {
+    fn wait_doorbell(&self, seen: u32, limit: Duration) {
         self.memory.doorbell(self.memory.me()).sleep(seen, limit);
     }
 

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn one_without_seals_is_refused() {
+    fn a_segment_without_seals_is_rejected() {
         let fd = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&fd, 8192).unwrap();
         let address = [u64::from(std::process::id()), fd.as_raw_fd() as u64, 8192];

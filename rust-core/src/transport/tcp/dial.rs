@@ -14,7 +14,7 @@ use crate::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PRO
 use crate::world::{fork, socket};
 
 /// Time limit of one attempt.
-const TRY_TIME: Duration = Duration::from_secs(5);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An outbound connection during its handshake.
 pub(super) struct Dial {
@@ -42,7 +42,7 @@ impl Dial {
     pub(super) fn start(rank: usize, address: SocketAddr, since: Instant) -> Result<Self> {
         let stream = TcpStream::connect(address)?;
         let guard = fork::Guard::new(&stream);
-        let deadline = Instant::now() + TRY_TIME;
+        let deadline = Instant::now() + ATTEMPT_TIMEOUT;
         Ok(Self { guard, stream, rank, since, deadline, stage: DialStage::Connecting, bytes: Vec::new() })
     }
 
@@ -106,5 +106,5 @@ impl Dial {
 }
 
 fn not_a_peer() -> Error {
-    Error::new(ErrorKind::InvalidData, "it belongs to somebody else")
+    Error::new(ErrorKind::InvalidData, "it belongs to another job")
 }

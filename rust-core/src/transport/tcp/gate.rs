@@ -29,7 +29,7 @@ pub(super) struct ReceiveGate {
 }
 
 const CONNECTIONS: EventData = EventData::new_u64(0);
-const BELL: EventData = EventData::new_u64(1);
+const DOORBELL: EventData = EventData::new_u64(1);
 
 impl ReceiveGate {
     /// Watches `connections`, an epoll.
@@ -38,7 +38,7 @@ impl ReceiveGate {
         let connections = io::fcntl_dupfd_cloexec(connections, 0)?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &connections, CONNECTIONS, EventFlags::IN)?;
-        epoll::add(&epoll, &bell, BELL, EventFlags::IN)?;
+        epoll::add(&epoll, &bell, DOORBELL, EventFlags::IN)?;
         Ok(Self { epoll, connections, bell, receivers: Mutex::default() })
     }
 
@@ -46,11 +46,11 @@ impl ReceiveGate {
     pub(super) fn wait(&self, limit: Option<Duration>) -> io::Result<()> {
         // A limit that has no such form is longer than any process lives.
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-        let mut events = [const { epoll::Event { flags: EventFlags::empty(), data: BELL } }; 2];
+        let mut events = [const { epoll::Event { flags: EventFlags::empty(), data: DOORBELL } }; 2];
         let is_bell = |event: &epoll::Event| {
             // The structure is packed.
             let data = event.data;
-            data == BELL
+            data == DOORBELL
         };
         match epoll::wait(&self.epoll, &mut events[..], limit.as_ref()) {
             Ok(count) if events[..count].iter().any(is_bell) => match io::read(&self.bell, &mut [0; 8]) {
@@ -111,14 +111,14 @@ mod tests {
 
     use super::*;
 
-    const SOON: Duration = Duration::from_millis(50);
+    const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
     const LONG: Duration = Duration::from_secs(20);
 
     /// A gate, and an event in the epoll that it watches.
     fn gate() -> (ReceiveGate, OwnedFd, OwnedFd) {
         let connections = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let data = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        epoll::add(&connections, &data, BELL, EventFlags::IN).unwrap();
+        epoll::add(&connections, &data, DOORBELL, EventFlags::IN).unwrap();
         (ReceiveGate::new(&connections).unwrap(), connections, data)
     }
 
@@ -131,26 +131,26 @@ mod tests {
     #[test]
     fn data_wakes_the_thread_unless_a_caller_receives() {
         let (gate, _connections, data) = gate();
-        assert!(waits(&gate, SOON));
+        assert!(waits(&gate, SHORT_TIMEOUT));
         gate.enter();
         gate.enter();
         io::write(&data, &1u64.to_ne_bytes()).unwrap();
-        assert!(waits(&gate, SOON) && gate.has_receivers());
+        assert!(waits(&gate, SHORT_TIMEOUT) && gate.has_receivers());
         gate.leave(|| true);
-        assert!(waits(&gate, SOON), "another caller still receives");
+        assert!(waits(&gate, SHORT_TIMEOUT), "another caller still receives");
         gate.leave(|| true);
         assert!(!waits(&gate, LONG) && !gate.has_receivers());
         io::read(&data, &mut [0; 8]).unwrap();
-        assert!(waits(&gate, SOON));
+        assert!(waits(&gate, SHORT_TIMEOUT));
     }
 
     #[test]
-    fn what_a_caller_leaves_undone_wakes_the_thread() {
+    fn a_caller_that_leaves_unfinished_work_wakes_the_thread() {
         let (gate, _connections, _data) = gate();
         gate.enter();
         gate.leave(|| false);
         assert!(!waits(&gate, LONG));
-        assert!(waits(&gate, SOON));
+        assert!(waits(&gate, SHORT_TIMEOUT));
     }
 
     #[test]

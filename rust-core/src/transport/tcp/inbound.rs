@@ -51,7 +51,8 @@ pub(super) struct TcpFrame {
 /// predicate that follows "it".
 pub(super) type Take<'a> = dyn FnMut(&mut Option<usize>, TcpFrame) -> Result<(), String> + 'a;
 
-/// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind it.
+/// Finds the memory for a payload of a connection, given the sender's rank, the frame's prefix and the length behind
+/// it.
 pub(super) type BeginDirectReceive<'a> =
     dyn FnMut(Option<usize>, &[u8; PREFIX_BYTES], usize) -> Option<DirectReceiveHandle> + 'a;
 
@@ -126,7 +127,7 @@ impl InboundConnection {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
-                    Ok(0) => return Err("went away before it proved the job's secret".to_owned()),
+                    Ok(0) => return Err("closed before it proved the job's secret".to_owned()),
                     Ok(count) => answer.extend_from_slice(&piece[..count]),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(ReadOutcome::Pause),
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}

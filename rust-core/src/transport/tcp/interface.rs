@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use crate::config::Knob;
+use crate::config::Setting;
 use crate::error::{Error, Result};
 
 /// Returns the address of the first existing interface in the setting, a comma-separated list; none without the
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 ///
 /// # Errors
 /// [`Error::Config`] listing the available interfaces, if this host has none of those in the setting.
-pub(crate) fn address(setting: &Knob) -> Result<Option<IpAddr>> {
+pub(crate) fn address(setting: &Setting) -> Result<Option<IpAddr>> {
     let Some((name, wanted)) = setting.set() else { return Ok(None) };
     let there = interfaces()?;
     choose(&wanted, &there).map(Some).ok_or_else(|| {

@@ -19,13 +19,13 @@
 //! - TCP-4: a lost connection does not mean a dead process. If the process has departed, the rendezvous reports it with
 //!   the cause. If no report arrives in time, the network between two living processes is broken, which ends the
 //!   session.
-//! - TCP-5: locks are taken in the order service, mailbox, send queue. Who serves holds no send queue while it advances
-//!   a mailbox.
+//! - TCP-5: locks are taken in the order service, mailbox, send queue. A thread that serves the connections holds no
+//!   send queue's lock while it advances a mailbox.
 //! - TCP-6: a large payload is read directly to the memory of its receive, if that is posted
 //!   ([`super::ports::DirectReceiveHandle`]). What is there counts only when the frame has been authenticated, because
 //!   the receive completes only then.
-//! - TCP-7: a caller that receives only serves established connections. Handshakes, commands and timers are the thread's
-//!   alone. While no caller receives ([`gate`]), the thread serves everything.
+//! - TCP-7: a caller that receives serves established connections only. Handshakes, commands and timers are always
+//!   handled by the thread. While no caller receives ([`gate`]), the thread serves everything.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -74,7 +74,7 @@ pub(crate) struct TcpAddress {
 
 impl TcpAddress {
     /// Returns the address for a process that reaches the rendezvous at `rendezvous`.
-    pub(crate) fn seen_from(self, rendezvous: IpAddr) -> SocketAddr {
+    pub(crate) fn address_for(self, rendezvous: IpAddr) -> SocketAddr {
         SocketAddr::new(self.host.unwrap_or(rendezvous).to_canonical(), self.port)
     }
 }
@@ -160,7 +160,10 @@ impl TcpState {
             // Stored before this question, so that the last receiver rings the bell if it leaves after the answer.
             let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.has_receivers();
             if let Err(error) = self.gate.wait(if has_more { Some(Duration::ZERO) } else { limit }) {
-                monitor.close(&format!("nothing serves other hosts any more: {}", std::io::Error::from(error)));
+                monitor.close(&format!(
+                    "connections from other hosts are not served any more: {}",
+                    std::io::Error::from(error)
+                ));
                 return;
             }
         }
@@ -174,7 +177,7 @@ impl Drop for ServiceEnd<'_> {
     fn drop(&mut self) {
         let service = self.0.service.lock().take();
         for queue in &self.0.send_queues {
-            drop(queue.lock().lose());
+            drop(queue.lock().disconnect());
         }
         drop(service);
     }
@@ -288,7 +291,7 @@ impl Carrier for Network {
         }
     }
 
-    fn needs_everybody(&self) -> bool {
+    fn needs_all_members(&self) -> bool {
         false
     }
 }

@@ -138,7 +138,7 @@ impl SendQueue {
 
     /// Reads from the connection. The other end sends nothing on it, so anything but "would block" is the connection's
     /// end.
-    pub(super) fn look_for_end(&mut self) -> Result<()> {
+    pub(super) fn poll_end(&mut self) -> Result<()> {
         let SendStage::Open(line) = &mut self.stage else { return Ok(()) };
         match line.stream.read(&mut [0; 16]) {
             Ok(0) => Err(Error::new(ErrorKind::UnexpectedEof, "the other process ended it")),
@@ -162,7 +162,7 @@ impl SendQueue {
     }
 
     /// Drops the connection and the waiting frames; later frames are dropped, too.
-    pub(super) fn lose(&mut self) -> Option<OutboundConnection> {
+    pub(super) fn disconnect(&mut self) -> Option<OutboundConnection> {
         self.frames.clear();
         self.rest = Vec::new();
         self.written = 0;

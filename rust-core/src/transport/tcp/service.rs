@@ -105,7 +105,7 @@ impl Service {
 
     /// One round of the thread: everything that can be done now. Returns false once it is told to stop.
     pub(super) fn serve_all(&mut self, shared: &TcpState) -> bool {
-        let ready = self.look();
+        let ready = self.poll_connections();
         if !self.answer_calls(shared) {
             return false;
         }
@@ -126,7 +126,7 @@ impl Service {
     /// most up to the end of a frame, which may be what the caller waits for. Returns whether anything was done.
     pub(super) fn receive(&mut self, shared: &TcpState) -> bool {
         let accept_at = self.accept_at;
-        let ready = self.look();
+        let ready = self.poll_connections();
         let mut for_thread = self.accept_at != accept_at;
         let mut done = false;
         for token in ready {
@@ -153,11 +153,11 @@ impl Service {
     }
 
     /// The connections at which something has happened.
-    fn look(&mut self) -> Vec<Token> {
+    fn poll_connections(&mut self) -> Vec<Token> {
         let mut ready = std::mem::take(&mut self.again);
         if let Err(error) = self.poll.poll(&mut self.events, Some(Duration::ZERO)) {
             if error.kind() != ErrorKind::Interrupted {
-                self.options.monitor.close(&format!("nothing serves other hosts any more: {error}"));
+                self.options.monitor.close(&format!("connections from other hosts are not served any more: {error}"));
             }
             return ready;
         }
@@ -204,7 +204,7 @@ impl Service {
         for call in calls {
             match call {
                 TcpCommand::Dial(rank) => self.dial(rank, Instant::now(), shared),
-                TcpCommand::Lost(rank, why) => self.lose(rank, &why, shared),
+                TcpCommand::Lost(rank, why) => self.fail_connection(rank, &why, shared),
                 TcpCommand::Stop => return false,
             }
         }
@@ -279,7 +279,7 @@ impl Service {
         };
         shared.ports.progress(admitted);
         if let Err(error) = outcome {
-            self.lose(rank, &error.to_string(), shared);
+            self.fail_connection(rank, &error.to_string(), shared);
         }
     }
 
@@ -291,7 +291,7 @@ impl Service {
             self.redials.push(Redial { at: now + RETRY_PAUSE, rank, since });
             return;
         }
-        self.lose(rank, &format!("it could not be made: {why}"), shared);
+        self.fail_connection(rank, &format!("it could not be established: {why}"), shared);
     }
 
     fn serve_send_queue(&mut self, rank: usize, shared: &TcpState) {
@@ -300,20 +300,20 @@ impl Service {
             if queue.is_lost() {
                 return;
             }
-            let outcome = queue.write().and_then(|()| queue.look_for_end());
+            let outcome = queue.write().and_then(|()| queue.poll_end());
             (outcome, queue.admitted())
         };
         shared.ports.progress(admitted);
         if let Err(error) = outcome {
-            self.lose(rank, &error.to_string(), shared);
+            self.fail_connection(rank, &error.to_string(), shared);
         }
     }
 
     /// Gives up the queue to `rank`, or the connection from it (TCP-4).
-    fn lose(&mut self, rank: usize, why: &str, shared: &TcpState) {
+    fn fail_connection(&mut self, rank: usize, why: &str, shared: &TcpState) {
         let (line, admitted) = {
             let mut queue = shared.send_queues[rank].lock();
-            (queue.lose(), queue.admitted())
+            (queue.disconnect(), queue.admitted())
         };
         if let Some(mut line) = line {
             let _ = self.poll.registry().deregister(&mut line.stream);
@@ -376,7 +376,7 @@ impl Service {
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
-                self.dismiss(token, "made room for others before it proved the job's secret");
+                self.dismiss(token, "was closed to make room for others before it proved the job's secret");
                 true
             }
             _ => false,
@@ -401,13 +401,13 @@ impl Service {
                         && from < options.book.len() as u64 =>
                 {
                     if !introduced.insert(from as usize) {
-                        return Err(format!("is a second one of rank {from}"));
+                        return Err(format!("is a second connection of rank {from}"));
                     }
                     *rank = Some(from as usize);
                     Ok(())
                 }
                 Some(_) => Err("belongs to another session of the job".to_owned()),
-                None => Err("broke the protocol: it does not say who it is".to_owned()),
+                None => Err("broke the protocol: it does not name its rank".to_owned()),
             },
         };
         let mut begin_direct_receive =
@@ -423,11 +423,11 @@ impl Service {
             Ok(ReadOutcome::More) => {
                 self.again.push(token);
             }
-            Ok(ReadOutcome::End) => self.dismiss(token, "ended before it said who it is"),
+            Ok(ReadOutcome::End) => self.dismiss(token, "ended before it named its rank"),
             Err(why) => {
                 self.dismiss(token, &why);
                 if let Some(rank) = rank {
-                    self.lose(rank, &format!("what comes from it {why}"), shared);
+                    self.fail_connection(rank, &format!("its connection {why}"), shared);
                 }
             }
         }

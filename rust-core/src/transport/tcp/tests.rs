@@ -33,7 +33,7 @@ fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
 fn ends_with_tags_of(coverage: TagCoverage, keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let listeners: Vec<_> = keys.iter().map(|_| listen(localhost, None).expect("there are ports")).collect();
-    let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.seen_from(localhost)).collect();
+    let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.address_for(localhost)).collect();
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, TcpAddress), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
@@ -62,10 +62,10 @@ impl Endpoint {
     }
 }
 
-fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+fn wait_until<T>(mut poll: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = poll() {
             return found;
         }
         assert!(start.elapsed() < LONG, "it does not happen");
@@ -127,7 +127,7 @@ fn frames_of_every_size_arrive(coverage: TagCoverage) {
 }
 
 #[test]
-fn who_does_not_know_the_secret_is_refused_and_says_so() {
+fn a_process_without_the_secret_is_rejected_and_reports_it() {
     let ends = ends(&[SECRET, SECRET, b"guess"], SHORT);
     assert!(push(&ends[2].port(2, 3), 0, 0, b"let me in"));
     let text = ends[2].closed();
@@ -159,7 +159,7 @@ fn a_caller_receives_instead_of_the_thread_and_the_thread_again_after_it() {
 }
 
 #[test]
-fn what_is_not_a_callers_is_left_to_the_thread_while_it_receives() {
+fn the_thread_handles_handshakes_and_timers_while_a_caller_receives() {
     // The first frame opens a connection, and its rank is introduced there; a broken connection has a timer.
     let ends = ends(&[SECRET; 2], SHORT);
     let receivers: Vec<Receiver<'_>> =
@@ -241,19 +241,19 @@ fn unauthenticated_connections_cost_nothing() {
 }
 
 #[test]
-fn a_connection_that_is_not_as_it_should_be_ends_and_nobody_waits_for_it_for_ever() {
+fn an_invalid_connection_is_closed_within_the_timeout() {
     // A frame that is too long, one that was changed, and an incomplete one.
-    let spoil: [fn(&mut Vec<u8>); 3] = [
+    let changes: [fn(&mut Vec<u8>); 3] = [
         |frame| frame[..4].copy_from_slice(&(FRAME_BYTES as u32 + 1).to_le_bytes()),
         |frame| *frame.last_mut().unwrap() ^= 1,
         |frame| frame.truncate(frame.len() - 1),
     ];
-    for spoil in spoil {
+    for change in changes {
         let ends = ends(&[SECRET; 2], SHORT);
         let (mut stream, mut sealer) = call(&ends[0], Some([SESSION, 1, 0]));
         let mut frame = Vec::new();
         sealer.seal(&[0; 10_000], &mut frame);
-        spoil(&mut frame);
+        change(&mut frame);
         stream.write_all(&frame).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         is_ended(stream);
@@ -277,7 +277,7 @@ fn frames_that_are_replayed_or_swapped_end_the_connection() {
         let _ = order.iter().try_for_each(|at| stream.write_all(&frames[*at]));
         is_ended(stream);
         let text = ends[0].closed();
-        assert!(text.contains("where frame"), "{text}");
+        assert!(text.contains("instead of frame"), "{text}");
     }
 }
 
@@ -309,12 +309,12 @@ fn a_listener_of_the_rendezvous_host_is_reached_where_the_rendezvous_is() {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let (listener, chosen) = listen(IpAddr::from([10, 0, 0, 9]), Some(localhost)).unwrap();
     assert_eq!(listener.local_addr().unwrap().ip(), localhost);
-    assert_eq!(chosen.seen_from(IpAddr::from([10, 0, 0, 1])), listener.local_addr().unwrap());
+    assert_eq!(chosen.address_for(IpAddr::from([10, 0, 0, 1])), listener.local_addr().unwrap());
     let (_, here) = listen(localhost, None).unwrap();
-    let seen = here.seen_from("10.1.2.3".parse().unwrap());
+    let seen = here.address_for("10.1.2.3".parse().unwrap());
     assert_eq!(seen, SocketAddr::new("10.1.2.3".parse().unwrap(), here.port));
-    let mapped = here.seen_from("::ffff:10.1.2.3".parse().unwrap());
+    let mapped = here.address_for("::ffff:10.1.2.3".parse().unwrap());
     assert_eq!(mapped, seen);
     let there = TcpAddress { host: Some("10.9.9.9".parse().unwrap()), port: 4 };
-    assert_eq!(there.seen_from("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
+    assert_eq!(there.address_for("10.1.2.3".parse().unwrap()), "10.9.9.9:4".parse().unwrap());
 }

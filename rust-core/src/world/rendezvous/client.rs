@@ -30,9 +30,9 @@ const FIRST_CONNECT_TIME: Duration = Duration::from_millis(250);
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 /// Longest sleep between two checks of the interrupt flag.
-const NAP: Duration = Duration::from_millis(50);
-/// How long to wait for the server to receive a goodbye.
-const GOODBYE_TIME: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long to wait for the server to receive the departure message.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Candidates for the address of the rendezvous, with its key.
 #[derive(Clone, Debug)]
@@ -57,8 +57,8 @@ impl RendezvousLocation {
         match self {
             Self::At { addresses, key } => Ok(addresses.iter().map(|it| (it.clone(), key.clone())).collect()),
             Self::OnThisHost { job } => {
-                let tickets = owner_socket::look(job)?;
-                Ok(tickets.iter().map(|it| (it.address.to_string(), JobKey::new(&it.secret))).collect())
+                let servers = owner_socket::find_servers(job)?;
+                Ok(servers.iter().map(|it| (it.address.to_string(), JobKey::new(&it.secret))).collect())
             }
         }
     }
@@ -89,7 +89,7 @@ pub struct ClientOptions {
 #[derive(Default)]
 struct ClientState {
     welcome: Option<Welcome>,
-    seat: Option<RankAssignment>,
+    assignment: Option<RankAssignment>,
     removed: Option<String>,
     hosts_updated: VecDeque<HostsUpdated>,
     refused: Option<String>,
@@ -98,10 +98,10 @@ struct ClientState {
     answers: HashMap<u64, Lookup>,
     next_ticket: u64,
     /// Received notifications that were not returned yet.
-    news: u64,
+    num_notifications: u64,
     /// Whether the reader thread has ended.
     ended: bool,
-    /// Whether this side has said goodbye.
+    /// Whether this side has announced its departure.
     leaving: bool,
 }
 
@@ -114,7 +114,7 @@ enum Departures {
 /// The state of a request to the store.
 enum Lookup {
     /// No answer yet: the server may have a value that a rank wrote before it departed.
-    Asked,
+    Requested,
     /// The key is not written yet.
     NotYet,
     Value(Vec<u8>),
@@ -186,10 +186,10 @@ impl Client {
                 if let Some(reason) = state.removed.take() {
                     return Ok(Err(Error::Removed(reason)));
                 }
-                state.seat.take().map(Ok).ok_or(Departures::Wait)
+                state.assignment.take().map(Ok).ok_or(Departures::Wait)
             })
         });
-        outcome.and_then(|seat| seat).inspect_err(|_| self.leave())
+        outcome.and_then(|assignment| assignment).inspect_err(|_| self.leave())
     }
 
     fn connect(options: &ClientOptions, monitor: Arc<Monitor>, start: Instant) -> Result<Arc<Self>> {
@@ -272,8 +272,8 @@ impl Client {
     /// The ranks that have not joined; empty if the server does not answer.
     fn missing(&self) -> Vec<usize> {
         let now = Instant::now();
-        let answer = self.send(&ToServer::WhoIsMissing).and_then(|()| {
-            self.wait("init()", now, now + GOODBYE_TIME, &[], |state| state.missing.take().ok_or(Departures::Wait))
+        let answer = self.send(&ToServer::QueryMissing).and_then(|()| {
+            self.wait("init()", now, now + LEAVE_TIMEOUT, &[], |state| state.missing.take().ok_or(Departures::Wait))
         });
         answer.unwrap_or_default().into_iter().map(|rank| rank as usize).collect()
     }
@@ -293,7 +293,7 @@ impl Client {
         self.peer_timeout
     }
 
-    /// Tells the others that this rank failed.
+    /// Reports to the other ranks that this one failed.
     pub fn fail(&self, message: &str) {
         let _ = self.send(&ToServer::Fail { message: shorten(message) });
     }
@@ -304,14 +304,14 @@ impl Client {
         let _ = self.send(&ToServer::Counters(snapshot.clone()));
     }
 
-    /// Says goodbye and closes the connection. Does nothing on a second call.
+    /// Announces the departure and closes the connection. Does nothing on a second call.
     pub fn leave(&self) {
         if std::mem::replace(&mut self.state.lock().leaving, true) {
             return;
         }
-        let sent = self.send(&ToServer::Goodbye);
+        let sent = self.send(&ToServer::Depart);
         // Waits until the server has closed its side. Closing this side while bytes are unread could reset the
-        // connection before the server reads the goodbye, which would count as a death.
+        // connection before the server reads the departure message, which would count as a death.
         if sent.is_ok() {
             self.await_end();
         }
@@ -323,7 +323,7 @@ impl Client {
 
     /// Waits until the reader has seen the end of the connection, which follows soon.
     fn await_end(&self) {
-        let deadline = Instant::now() + GOODBYE_TIME;
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
         let mut state = self.state.lock();
         while !state.ended && !self.changed.wait_until(&mut state, deadline).timed_out() {}
     }
@@ -339,7 +339,7 @@ impl Client {
             .map_err(|error| Error::io(format!("sending to the rendezvous at {}", self.address), error))
     }
 
-    /// Waits until `look` returns a result. Otherwise `look` returns whether a departure of `waiting_for` ends the
+    /// Waits until `poll` returns a result. Otherwise `poll` returns whether a departure of `waiting_for` ends the
     /// wait.
     fn wait<T>(
         &self,
@@ -347,14 +347,14 @@ impl Client {
         start: Instant,
         deadline: Instant,
         waiting_for: &[usize],
-        mut look: impl FnMut(&mut ClientState) -> Result<T, Departures>,
+        mut poll: impl FnMut(&mut ClientState) -> Result<T, Departures>,
     ) -> Result<T> {
         let mut state = self.state.lock();
         loop {
-            let seen = state.news;
+            let seen = state.num_notifications;
             // Departures are read before the condition, so that a result from before a departure is not lost.
             let departed = self.monitor.check(waiting_for, during);
-            match look(&mut state) {
+            match poll(&mut state) {
                 Ok(found) => return Ok(found),
                 Err(Departures::Matter) => departed?,
                 Err(Departures::Wait) => {}
@@ -372,8 +372,8 @@ impl Client {
                 return Err(Error::Interrupted { during: during.to_owned() });
             }
             // A change while the lock was released would not end the sleep.
-            if state.news == seen {
-                self.changed.wait_until(&mut state, deadline.min(now + NAP));
+            if state.num_notifications == seen {
+                self.changed.wait_until(&mut state, deadline.min(now + POLL_INTERVAL));
             }
         }
     }
@@ -437,11 +437,11 @@ impl Client {
 
     fn take(&self, message: ToClient) {
         let mut state = self.state.lock();
-        state.news += 1;
+        state.num_notifications += 1;
         match message {
             ToClient::Refused { reason } => state.refused = Some(reason),
             ToClient::Welcome(welcome) => state.welcome = Some(welcome),
-            ToClient::Assignment(seat) => state.seat = Some(seat),
+            ToClient::Assignment(assignment) => state.assignment = Some(assignment),
             ToClient::Removed { reason } => state.removed = Some(reason),
             ToClient::HostsUpdated(update) => state.hosts_updated.push_back(update),
             ToClient::Missing { ranks } => state.missing = Some(ranks),
@@ -477,17 +477,17 @@ impl Store for Client {
             let mut state = self.state.lock();
             state.next_ticket += 1;
             let ticket = state.next_ticket;
-            state.answers.insert(ticket, Lookup::Asked);
+            state.answers.insert(ticket, Lookup::Requested);
             ticket
         };
         let start = Instant::now();
         let during = format!("waiting for `{key}`");
-        let asked = self.send(&ToServer::Get { ticket, key: key.to_owned() });
-        let outcome = match asked {
+        let sent = self.send(&ToServer::Get { ticket, key: key.to_owned() });
+        let outcome = match sent {
             Ok(()) => {
                 self.wait(&during, start, start + timeout, waiting_for, |state| match state.answers.get_mut(&ticket) {
                     Some(Lookup::Value(value)) => Ok(std::mem::take(value)),
-                    Some(Lookup::Asked) => Err(Departures::Wait),
+                    Some(Lookup::Requested) => Err(Departures::Wait),
                     Some(Lookup::NotYet) | None => Err(Departures::Matter),
                 })
             }
@@ -520,18 +520,18 @@ type Connected = (TcpStream, SessionKeys, String, JobKey);
 fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result<Connected> {
     let mut pause = FIRST_PAUSE;
     let mut connect_time = FIRST_CONNECT_TIME;
-    let mut trouble = String::from("nobody listens");
+    let mut problem = String::from("no server listens");
     // The first error says more than the following ones.
     let mut refusal = None;
     loop {
         let candidates = options.location.candidates().unwrap_or_else(|error| {
-            trouble = error;
+            problem = error;
             Vec::new()
         });
         for (address, key) in candidates {
             match try_address(&address, &key, options, connect_time) {
                 Ok(FoundServer::Rendezvous(stream, keys)) => return Ok((stream, keys, address, key)),
-                Ok(FoundServer::Unauthenticated) => trouble = format!("{address} belongs to somebody else"),
+                Ok(FoundServer::Unauthenticated) => problem = format!("{address} belongs to another job"),
                 Ok(FoundServer::OtherSecret) => {
                     if let RendezvousLocation::At { addresses, .. } = &options.location
                         && addresses.len() == 1
@@ -543,7 +543,7 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
                     refusal = Some(format!("{address} does not accept this job's secret"));
                 }
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => {}
-                Err(error) => trouble = format!("{address}: {error}"),
+                Err(error) => problem = format!("{address}: {error}"),
             }
             if monitor.interrupted() {
                 return Err(Error::Interrupted { during: "init()".to_owned() });
@@ -553,8 +553,8 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
             return Err(Error::Interrupted { during: "init()".to_owned() });
         }
         if Instant::now() >= options.deadline {
-            let trouble = refusal.unwrap_or(trouble);
-            let during = format!("init(): finding the rendezvous {} ({trouble})", options.location);
+            let problem = refusal.unwrap_or(problem);
+            let during = format!("init(): finding the rendezvous {} ({problem})", options.location);
             return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0], limit: Limit::Init });
         }
         std::thread::sleep(pause);
@@ -582,7 +582,7 @@ fn try_address(
     let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
     let mut outcome = Err(std::io::Error::new(ErrorKind::NotFound, "the name has no address"));
     for address in addresses {
-        let remaining = options.deadline.saturating_duration_since(Instant::now()).max(NAP);
+        let remaining = options.deadline.saturating_duration_since(Instant::now()).max(POLL_INTERVAL);
         outcome = TcpStream::connect_timeout(&address, remaining.min(connect_time));
         if outcome.is_ok() {
             break;

@@ -26,8 +26,8 @@ pub const HEAD_BYTES: usize = 64;
 pub enum TagCoverage {
     /// All of them.
     WholeFrame,
-    /// Length, sequence and the payload's head. Only a holder of the key can send a frame, but an attacker on the network
-    /// can change a body unnoticed.
+    /// Length, sequence and the payload's head. Only a holder of the key can send a frame, but an attacker on the
+    /// network can change a body unnoticed.
     HeadOnly,
 }
 
@@ -70,7 +70,7 @@ pub enum FrameError {
         limit: usize,
     },
     /// A frame was replayed, dropped or reordered.
-    #[error("frame {got} came where frame {expected} belongs")]
+    #[error("frame {got} arrived instead of frame {expected}")]
     OutOfOrder {
         /// The frame's number.
         got: u64,

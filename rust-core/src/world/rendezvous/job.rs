@@ -7,10 +7,10 @@
 //! ```
 //!
 //! In an elastic job, a rank is valid for one session only: workers, which have names, enter, and the launcher
-//! assigns ranks to them (`seat`).
+//! assigns ranks to them (`assign_ranks`).
 //!
 //! ```text
-//!   Enter --> entered --seat()--> seated --Join--> a member of the session that the seat is in
+//!   Enter --> entered --assign_ranks()--> assigned --Join--> a member of the session that the assignment is in
 //! ```
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -28,7 +28,7 @@ pub type ConnectionId = u64;
 /// Largest number of bytes in the store of one session.
 const MAX_STORE_BYTES: usize = 1 << 28;
 
-/// What to do with the connection of a message.
+/// The action for the connection of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
     /// Keep it open.
@@ -59,7 +59,7 @@ struct JobSession {
     waiting: HashMap<String, Vec<(ConnectionId, u64)>>,
 }
 
-/// A connection that ended without a goodbye; the launcher may still report the reason.
+/// A connection that ended without a departure message; the launcher may still report the reason.
 struct SuspectedRank {
     session: u64,
     rank: usize,
@@ -74,11 +74,11 @@ pub enum JobEvent {
     Entered(String),
     /// Its request is withdrawn: its connection has ended.
     Withdrew(String),
-    /// Nothing is heard of its host any more: its process may run on, but the job goes on without it.
+    /// Its host does not answer any more: its process may still run, but the job continues without it.
     Lost {
         /// The worker.
         worker: String,
-        /// What was noticed.
+        /// A description of the event.
         detail: String,
     },
 }
@@ -88,7 +88,7 @@ struct Elastic {
     generation: u64,
     entered: HashMap<String, ConnectionId>,
     /// Session and rank of connections that have a rank and have not joined.
-    seated: HashMap<ConnectionId, (u64, usize)>,
+    assigned: HashMap<ConnectionId, (u64, usize)>,
     /// The last assignment of each worker.
     workers: HashMap<String, (u64, usize)>,
     events: Vec<JobEvent>,
@@ -97,7 +97,7 @@ struct Elastic {
 /// The state of one job's rendezvous: which ranks have joined, departed or died, and the messages to send them.
 pub struct Job {
     size: usize,
-    patience: Duration,
+    death_cause_timeout: Duration,
     seed: u64,
     made: u64,
     sessions: HashMap<u64, JobSession>,
@@ -114,12 +114,12 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job of `size` processes. A lost connection is reported after `patience`, so that [`Job::report_death`] can
-    /// provide a better reason. `seed` makes session ids unique.
-    pub fn new(size: usize, patience: Duration, seed: u64) -> Self {
+    /// A job of `size` processes. A lost connection is reported after `death_cause_timeout`, so that
+    /// [`Job::report_death`] can provide a better reason. `seed` makes session ids unique.
+    pub fn new(size: usize, death_cause_timeout: Duration, seed: u64) -> Self {
         Self {
             size,
-            patience,
+            death_cause_timeout,
             seed,
             made: 0,
             sessions: HashMap::new(),
@@ -133,8 +133,8 @@ impl Job {
     }
 
     /// An elastic job.
-    pub fn elastic(patience: Duration, seed: u64) -> Self {
-        Self { elastic: Some(Elastic::default()), ..Self::new(0, patience, seed) }
+    pub fn elastic(death_cause_timeout: Duration, seed: u64) -> Self {
+        Self { elastic: Some(Elastic::default()), ..Self::new(0, death_cause_timeout, seed) }
     }
 
     /// Returns the events for the launcher since the last call, in order.
@@ -144,7 +144,7 @@ impl Job {
 
     /// Begins a session of these workers, in the order of ranks. A worker that has gone meanwhile counts as dead in
     /// it.
-    pub fn seat(&mut self, workers: &[String]) {
+    pub fn assign_ranks(&mut self, workers: &[String]) {
         let id = self.new_session(workers.len());
         let Some(elastic) = &mut self.elastic else { return };
         elastic.generation += 1;
@@ -155,16 +155,17 @@ impl Job {
                 absent.push(rank);
                 continue;
             };
-            elastic.seated.insert(connection, (id, rank));
-            let seat = RankAssignment { generation: elastic.generation, rank: rank as u32, size: workers.len() as u32 };
-            self.outbox.push((connection, ToClient::Assignment(seat)));
+            elastic.assigned.insert(connection, (id, rank));
+            let assignment =
+                RankAssignment { generation: elastic.generation, rank: rank as u32, size: workers.len() as u32 };
+            self.outbox.push((connection, ToClient::Assignment(assignment)));
         }
         for rank in absent {
             self.depart(id, rank, Departure::Died { detail: "it left before the session began".to_owned() });
         }
     }
 
-    /// Tells a waiting worker that it has been removed from the job.
+    /// Notifies a waiting worker that it has been removed from the job.
     pub fn remove(&mut self, worker: &str, reason: &str) {
         if let Some(connection) = self.elastic.as_mut().and_then(|elastic| elastic.entered.remove(worker)) {
             self.outbox.push((connection, ToClient::Removed { reason: reason.to_owned() }));
@@ -187,7 +188,8 @@ impl Job {
 
     fn enter(&mut self, from: ConnectionId, worker: String) -> Disposition {
         let Some(elastic) = &mut self.elastic else {
-            let reason = format!("worker `{worker}` asks for a rank, but the launcher's variables give them out here");
+            let reason =
+                format!("worker `{worker}` asks for a rank, but ranks come from the launcher's variables here");
             self.outbox.push((from, ToClient::Refused { reason }));
             return Disposition::Close;
         };
@@ -205,7 +207,7 @@ impl Job {
             elastic.entered.remove(&worker);
             elastic.events.push(JobEvent::Withdrew(worker));
         }
-        if let Some((id, rank)) = elastic.seated.remove(&from) {
+        if let Some((id, rank)) = elastic.assigned.remove(&from) {
             self.depart(id, rank, departure);
             self.forget_if_empty(id);
         }
@@ -239,7 +241,7 @@ impl Job {
                     self.withdraw(from, Departure::Failed { message: shorten(&message) });
                     Ok(Disposition::Keep)
                 }
-                ToServer::Goodbye if self.elastic.is_some() => {
+                ToServer::Depart if self.elastic.is_some() => {
                     self.withdraw(from, Departure::Left);
                     Ok(Disposition::Close)
                 }
@@ -263,14 +265,14 @@ impl Job {
             ToServer::Forget { ticket } => session.forget(|waiter| waiter == (from, ticket)),
             ToServer::RemovePrefix { prefix } => session.remove_prefix(&prefix),
             ToServer::Release { prefix, members } => session.release(prefix, rank, members)?,
-            ToServer::WhoIsMissing => {
+            ToServer::QueryMissing => {
                 let missing = session.joins.iter().enumerate().filter(|(_, join)| join.is_none());
                 let ranks = missing.map(|(rank, _)| rank as u32);
                 self.outbox.push((from, ToClient::Missing { ranks: ranks.collect() }));
             }
             ToServer::Counters(snapshot) => drop(self.counters.insert(rank, snapshot)),
             ToServer::Fail { message } => self.depart(id, rank, Departure::Failed { message: shorten(&message) }),
-            ToServer::Goodbye => {
+            ToServer::Depart => {
                 self.depart(id, rank, Departure::Left);
                 self.forget_connection(from);
                 return Ok(Disposition::Close);
@@ -279,7 +281,7 @@ impl Job {
         Ok(Disposition::Keep)
     }
 
-    /// A connection ended without a goodbye, for the reason `why`.
+    /// A connection ended without a departure message, for the reason `why`.
     pub fn disconnected(&mut self, connection: ConnectionId, why: &str, now: Instant) {
         let Some(&(session, rank)) = self.connections.get(&connection) else {
             return self.withdraw(connection, Departure::Died { detail: format!("its connection {why}") });
@@ -290,7 +292,7 @@ impl Job {
             _ => format!("process {} on host {} {why}", join.pid, join.hostname),
         };
         self.forget_connection(connection);
-        self.suspects.push(SuspectedRank { session, rank, detail, until: now + self.patience });
+        self.suspects.push(SuspectedRank { session, rank, detail, until: now + self.death_cause_timeout });
         self.tick(now);
     }
 
@@ -316,15 +318,16 @@ impl Job {
         }
     }
 
-    /// Tells the launcher of an elastic job, which cannot see that the host of a process is gone.
+    /// Notifies the launcher of an elastic job, which cannot detect that the host of a process is gone.
     fn report_lost_worker(&mut self, connection: ConnectionId, silence: Duration) {
         let Some(elastic) = &mut self.elastic else { return };
-        let place = self.connections.get(&connection).or_else(|| elastic.seated.get(&connection));
-        let is_seated = || elastic.workers.iter().find(|(_, seat)| Some(*seat) == place).map(|(worker, _)| worker);
+        let place = self.connections.get(&connection).or_else(|| elastic.assigned.get(&connection));
+        let is_assigned =
+            || elastic.workers.iter().find(|(_, assignment)| Some(*assignment) == place).map(|(worker, _)| worker);
         let entered = elastic.entered.iter().find(|(_, from)| **from == connection).map(|(worker, _)| worker);
         // A worker that has entered again since, by another connection, is there.
         let is_there = |worker: &&String| elastic.entered.get(*worker).is_some_and(|from| *from != connection);
-        if let Some(worker) = entered.or_else(is_seated).filter(|worker| !is_there(worker)).cloned() {
+        if let Some(worker) = entered.or_else(is_assigned).filter(|worker| !is_there(worker)).cloned() {
             let detail = format!("no sign of its host for {silence:.0?}");
             elastic.events.push(JobEvent::Lost { worker, detail });
         }
@@ -370,9 +373,10 @@ impl Job {
     fn join(&mut self, from: ConnectionId, join: Join) -> Disposition {
         let rank = join.rank as usize;
         let place = format!("rank {rank} (process {} on host {})", join.pid, join.hostname);
-        let seat = self.elastic.as_mut().and_then(|elastic| elastic.seated.remove(&from));
-        let size = seat.map_or(self.size, |(id, _)| self.sessions.get(&id).map_or(0, |session| session.members.len()));
-        if rank >= size || join.size as usize != size || seat.is_some_and(|(_, seat)| seat != rank) {
+        let assignment = self.elastic.as_mut().and_then(|elastic| elastic.assigned.remove(&from));
+        let size =
+            assignment.map_or(self.size, |(id, _)| self.sessions.get(&id).map_or(0, |session| session.members.len()));
+        if rank >= size || join.size as usize != size || assignment.is_some_and(|(_, assignment)| assignment != rank) {
             let reason = format!("{place} expects {} processes, but the job has {size}", join.size);
             return self.refuse(from, rank, reason, true);
         }
@@ -383,13 +387,13 @@ impl Job {
         }
         let forming =
             || self.sessions.iter().find(|(_, session)| session.phase == JobPhase::Forming).map(|(&id, _)| id);
-        let id = seat.map(|(id, _)| id).or_else(forming);
+        let id = assignment.map(|(id, _)| id).or_else(forming);
         let id = id.unwrap_or_else(|| self.new_session(self.size));
         let session = self.sessions.get_mut(&id).expect("it was found or made above");
         if let Some(first) = &session.joins[rank] {
             let reason =
                 format!("{place} came after process {} on host {} as the same rank", first.pid, first.hostname);
-            // It may be a stray process of an earlier run, so the other ranks do not fail.
+            // The newer one may be a process left from an earlier run, so the other ranks do not fail.
             return self.refuse(from, rank, reason, false);
         }
         session.members[rank] = Some(from);
@@ -399,7 +403,7 @@ impl Job {
         for (rank, departure) in self.gone.clone() {
             self.depart(id, rank, departure);
         }
-        if seat.is_some() {
+        if assignment.is_some() {
             // Ranks that departed before this one joined, of which it was not told.
             self.repeat_departures(id, from);
         }
@@ -497,7 +501,10 @@ impl Job {
     }
 
     fn forget_if_empty(&mut self, id: u64) {
-        let awaited = self.elastic.as_ref().is_some_and(|elastic| elastic.seated.values().any(|(seat, _)| *seat == id));
+        let awaited = self
+            .elastic
+            .as_ref()
+            .is_some_and(|elastic| elastic.assigned.values().any(|(assignment, _)| *assignment == id));
         if !awaited && self.sessions.get(&id).is_some_and(|session| session.members.iter().all(Option::is_none)) {
             self.sessions.remove(&id);
         }
@@ -565,10 +572,10 @@ fn places(joins: &[&Join]) -> (Vec<String>, Vec<RankLocation>) {
     }
     let mut places = vec![RankLocation { host: 0, local_rank: 0, local_size: 1, pid: 0 }; joins.len()];
     for (host, ranks) in on_host.iter().enumerate() {
-        let told = ranks.iter().all(|&rank| joins[rank].local.is_some());
+        let all_known = ranks.iter().all(|&rank| joins[rank].local.is_some());
         for (position, &rank) in ranks.iter().enumerate() {
             let counted = (position as u32, ranks.len() as u32);
-            let (local_rank, local_size) = joins[rank].local.filter(|_| told).unwrap_or(counted);
+            let (local_rank, local_size) = joins[rank].local.filter(|_| all_known).unwrap_or(counted);
             places[rank] = RankLocation { host: host as u32, local_rank, local_size, pid: joins[rank].pid };
         }
     }

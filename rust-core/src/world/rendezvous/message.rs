@@ -79,7 +79,7 @@ pub struct HostsUpdated {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are explained at their variant")]
 pub enum ToServer {
-    /// Asks the launcher of an elastic job for a rank; the first message of a worker.
+    /// Requests a rank from the launcher of an elastic job; the first message of a worker.
     Enter { worker: String },
     /// Joins the session; the first message of a rank, or the reply to [`ToClient::Assignment`].
     Join(Join),
@@ -91,12 +91,12 @@ pub enum ToServer {
     Forget { ticket: u64 },
     /// Removes the keys that start with `prefix`.
     RemovePrefix { prefix: String },
-    /// Asks which ranks have not joined.
-    WhoIsMissing,
-    /// The rank has failed; it may still say goodbye.
+    /// Requests the ranks that have not joined.
+    QueryMissing,
+    /// The rank has failed; it may still announce its departure.
     Fail { message: String },
     /// The rank leaves in good order.
-    Goodbye,
+    Depart,
     /// Releases the keys that start with `prefix`; they are removed when as many ranks as `members` have released
     /// them.
     Release { prefix: String, members: u32 },
@@ -123,7 +123,7 @@ pub enum ToClient {
     /// The key of [`ToServer::Get`] is not written yet. A rank whose departure was reported before this did not write
     /// it.
     NotYet { ticket: u64 },
-    /// The answer to [`ToServer::WhoIsMissing`].
+    /// The answer to [`ToServer::QueryMissing`].
     Missing { ranks: Vec<u32> },
     /// Another rank departed.
     Notice { rank: u32, departure: Departure },
@@ -180,8 +180,8 @@ mod tests {
             ".{0,40}".prop_map(|prefix| ToServer::RemovePrefix { prefix }),
             ".{0,40}".prop_map(|message| ToServer::Fail { message }),
             ".{0,40}".prop_map(|worker| ToServer::Enter { worker }),
-            Just(ToServer::WhoIsMissing),
-            Just(ToServer::Goodbye),
+            Just(ToServer::QueryMissing),
+            Just(ToServer::Depart),
             (".{0,40}", any::<u32>()).prop_map(|(prefix, members)| ToServer::Release { prefix, members }),
             any::<Vec<u64>>().prop_map(|calls| ToServer::Counters(Snapshot { calls, ..Snapshot::default() })),
         ]

@@ -6,15 +6,15 @@
 //! ```text
 //!   rank 1 --Join--> +--------+ <--Join-- rank 0          all joined: Welcome to each
 //!          <-Notice- | server | -Notice->                 a connection ends: Notice to the others
-//!                    +--------+ <--Set/Get-- (store)      Goodbye: a departure that is no failure
+//!                    +--------+ <--Set/Get-- (store)      Depart: a departure that is not a failure
 //! ```
 //!
 //! - RDV-1: a connection that does not prove the job's secret gets no further than [`handshake`]. Its data is limited
 //!   in size, number and time, and it costs the job only a log line.
 //! - RDV-2: every frame after the handshake carries a sequence number under a MAC, with a key that is new for each
 //!   connection and direction. A frame that was changed, replayed, dropped or reordered ends the connection.
-//! - RDV-3: a connection that ends without a goodbye counts as a death. All other members of the session are told in
-//!   the same order, and before any later departure that this one may have caused.
+//! - RDV-3: a connection that ends without a departure message counts as a death. All other members of the session are
+//!   told in the same order, and before any later departure that this one may have caused.
 //! - RDV-4: one server serves several sessions, one after the other, so that `init` can be called again after
 //!   `shutdown`.
 //! - RDV-5: in an elastic job, the launcher assigns the ranks. Workers enter without one and wait for an assignment.

@@ -1,12 +1,13 @@
-//! Gives the address and the secret of the rendezvous to the other processes of the same user on the same host.
+//! Sends the address and the secret of the rendezvous to the other processes of the same user on the same host.
 //!
 //! ```text
 //!   rank 0: binds an abstract Unix socket whose name follows from the user id and the job
-//!   rank n: connects, looks at the owner of the socket's process, reads the ticket
+//!   rank n: connects, checks the owner of the socket's process, reads the credentials
 //! ```
 //!
-//! - OWN-1: the kernel tells each side the user id of the other (`SO_PEERCRED`). A process of another user gets
-//!   nothing, and nothing is read from a server of another user. Both sides check, because the name can be guessed.
+//! - OWN-1: each side reads the user id of the other from the kernel (`SO_PEERCRED`). Nothing is sent to a process of
+//!   another user, and nothing is read from a server of another user. Both sides check, because the name can be
+//!   guessed.
 //! - OWN-2: an abstract socket ends with its process, so nothing is left behind. It is visible in one network namespace
 //!   only; a process in another namespace cannot connect.
 //! - OWN-3: rank 0 never reads from a connection, and what it writes fits into the socket's buffer, so no client can
@@ -32,16 +33,16 @@ use crate::world::fork;
 
 /// The number of names to try in order, because another job or user may hold the first ones.
 const NUM_NAMES: usize = 8;
-/// The longest ticket, in bytes.
-const MAX_TICKET: u64 = 1 << 12;
-/// The longest wait for a ticket after a server has accepted the connection.
-const READ_TIME: Duration = Duration::from_secs(2);
+/// The longest credentials, in bytes.
+const MAX_CREDENTIALS_BYTES: u64 = 1 << 12;
+/// The longest wait for credentials after a server has accepted the connection.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
 /// The pause after a failed accept, usually because descriptors ran out.
-const PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const ACCEPT_RETRY_PAUSE: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// The data that a process of the same user receives: where the rendezvous is and its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ticket {
+pub struct RendezvousCredentials {
     /// The address of the rendezvous.
     pub address: SocketAddr,
     /// The secret of the rendezvous.
@@ -65,7 +66,7 @@ impl std::fmt::Display for PeerProcess {
     }
 }
 
-/// Serves tickets until it is dropped.
+/// Serves credentials until it is dropped.
 pub struct OwnerSocket {
     /// Becomes readable when the thread must end.
     stop: Arc<OwnedFd>,
@@ -73,15 +74,16 @@ pub struct OwnerSocket {
 }
 
 impl OwnerSocket {
-    /// Serves `ticket` to every process of this user that connects for `job`.
+    /// Serves `credentials` to every process of this user that connects for `job`.
     ///
     /// # Errors
     /// [`Error::Rendezvous`] naming the process that holds all names of this job; [`Error::Io`].
-    pub fn serve(job: &str, ticket: &Ticket) -> Result<Self> {
-        let io = |error| Error::io("making the socket that gives this user's ranks the job's secret", error);
+    pub fn serve(job: &str, credentials: &RendezvousCredentials) -> Result<Self> {
+        let io = |error| Error::io("creating the socket that sends the job's secret to this user's ranks", error);
         let listener = bind(job)?;
         listener.set_nonblocking(true).map_err(io)?;
-        let bytes = postcard::to_stdvec(ticket).map_err(|error| Error::Internal(format!("a ticket: {error}")))?;
+        let bytes =
+            postcard::to_stdvec(credentials).map_err(|error| Error::Internal(format!("credentials: {error}")))?;
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?;
         let stop = Arc::new(stop);
         let (guard, stopped) = (fork::Guard::new(&listener), stop.clone());
@@ -89,7 +91,7 @@ impl OwnerSocket {
             .name("smd-owner".into())
             .spawn(move || {
                 let _guard = guard;
-                hand_out(&listener, &stopped, &bytes);
+                serve_credentials(&listener, &stopped, &bytes);
             })
             .map_err(io)?;
         Ok(Self { stop, thread: Some(thread) })
@@ -130,7 +132,9 @@ fn bind(job: &str) -> Result<UnixListener> {
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 holder = holder.or_else(|| connect(&name).ok().and_then(|stream| owner(&stream).ok()));
             }
-            Err(error) => return Err(Error::io("binding the socket that gives this user's ranks the secret", error)),
+            Err(error) => {
+                return Err(Error::io("binding the socket that sends the job's secret to this user's ranks", error));
+            }
         }
     }
     let holder = holder.map_or_else(|| "other processes".to_owned(), |holder| holder.to_string());
@@ -140,37 +144,37 @@ fn bind(job: &str) -> Result<UnixListener> {
     )))
 }
 
-fn hand_out(listener: &UnixListener, stop: &OwnedFd, ticket: &[u8]) {
+fn serve_credentials(listener: &UnixListener, stop: &OwnedFd, credentials: &[u8]) {
     let mut refusals = Refusals::default();
     loop {
         let mut ready = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         if let Err(error) = poll(&mut ready, None)
             && error != rustix::io::Errno::INTR
         {
-            tracing::error!("ranks of this user are not given the job's secret any more: {error}");
+            tracing::error!("the job's secret is not sent to ranks of this user any more: {error}");
             return;
         }
         if !ready[1].revents().is_empty() {
             return;
         }
         match listener.accept() {
-            Ok((stream, _)) => give(stream, ticket, &mut refusals),
+            Ok((stream, _)) => send_credentials(stream, credentials, &mut refusals),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(error) => {
                 refusals.note(None, &format!("accepting a connection of this host: {error}"));
-                let _ = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&PAUSE));
+                let _ = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&ACCEPT_RETRY_PAUSE));
             }
         }
         refusals.summarize(Instant::now());
     }
 }
 
-fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
+fn send_credentials(mut stream: UnixStream, credentials: &[u8], refusals: &mut Refusals) {
     match owner(&stream) {
         Ok(owner) if owner.user == user() => {
-            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(ticket));
+            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(credentials));
         }
-        Ok(owner) => refusals.note(None, &format!("refused {owner}, which asked for the secret of this user's job")),
+        Ok(owner) => refusals.note(None, &format!("refused {owner}, which requested the secret of this user's job")),
         Err(error) => refusals.note(None, &format!("refused a connection of an unknown user: {error}")),
     }
     // Shuts the connection down, because a forked child may hold a copy of the descriptor and the client must see the
@@ -178,29 +182,29 @@ fn give(mut stream: UnixStream, ticket: &[u8], refusals: &mut Refusals) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Reads the tickets of all servers of `job` by this user on this host.
+/// Reads the credentials of all servers of `job` by this user on this host.
 ///
 /// # Errors
 /// A text about a process of another user that serves under this job's name.
-pub fn look(job: &str) -> std::result::Result<Vec<Ticket>, String> {
+pub fn find_servers(job: &str) -> std::result::Result<Vec<RendezvousCredentials>, String> {
     let mut found = Vec::new();
-    let mut trouble = None;
+    let mut first_error = None;
     for attempt in 0..NUM_NAMES {
-        match ask(&name(job, attempt)) {
-            Ok(ticket) => found.extend(ticket),
+        match read_credentials(&name(job, attempt)) {
+            Ok(credentials) => found.extend(credentials),
             Err(error) => {
-                trouble.get_or_insert(error);
+                first_error.get_or_insert(error);
             }
         }
     }
-    match trouble {
-        Some(trouble) if found.is_empty() => Err(trouble),
+    match first_error {
+        Some(first_error) if found.is_empty() => Err(first_error),
         _ => Ok(found),
     }
 }
 
-/// Reads the ticket of the server at `name`; none if there is no server.
-fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
+/// Reads the credentials of the server at `name`; none if there is no server.
+fn read_credentials(name: &[u8]) -> std::result::Result<Option<RendezvousCredentials>, String> {
     let mut stream = match connect(name) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => return Ok(None),
@@ -217,9 +221,9 @@ fn ask(name: &[u8]) -> std::result::Result<Option<Ticket>, String> {
     let mut bytes = Vec::new();
     stream
         .set_nonblocking(false)
-        .and_then(|()| stream.set_read_timeout(Some(READ_TIME)))
-        .and_then(|()| Read::by_ref(&mut stream).take(MAX_TICKET).read_to_end(&mut bytes))
-        .map_err(|error| format!("{owner} does not give the job's secret: {error}"))?;
+        .and_then(|()| stream.set_read_timeout(Some(READ_TIMEOUT)))
+        .and_then(|()| Read::by_ref(&mut stream).take(MAX_CREDENTIALS_BYTES).read_to_end(&mut bytes))
+        .map_err(|error| format!("{owner} does not send the job's secret: {error}"))?;
     // A server that is just ending sends nothing.
     Ok(postcard::from_bytes(&bytes).ok())
 }
@@ -257,8 +261,8 @@ fn owner(stream: &impl AsFd) -> std::io::Result<PeerProcess> {
 mod tests {
     use super::*;
 
-    fn ticket(port: u16) -> Ticket {
-        Ticket { address: SocketAddr::from(([127, 0, 0, 1], port)), secret: vec![7; 32] }
+    fn credentials(port: u16) -> RendezvousCredentials {
+        RendezvousCredentials { address: SocketAddr::from(([127, 0, 0, 1], port)), secret: vec![7; 32] }
     }
 
     fn job(name: &str) -> String {
@@ -266,37 +270,37 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_this_user_get_the_ticket_until_it_ends() {
-        let job = job("tickets");
-        assert_eq!(look(&job), Ok(Vec::new()));
-        let first = OwnerSocket::serve(&job, &ticket(1)).unwrap();
-        let second = OwnerSocket::serve(&job, &ticket(2)).unwrap();
-        assert_eq!(look(&job), Ok(vec![ticket(1), ticket(2)]));
+    fn processes_of_this_user_get_the_credentials_until_the_server_ends() {
+        let job = job("credentials");
+        assert_eq!(find_servers(&job), Ok(Vec::new()));
+        let first = OwnerSocket::serve(&job, &credentials(1)).unwrap();
+        let second = OwnerSocket::serve(&job, &credentials(2)).unwrap();
+        assert_eq!(find_servers(&job), Ok(vec![credentials(1), credentials(2)]));
         drop(first);
-        assert_eq!(look(&job), Ok(vec![ticket(2)]));
+        assert_eq!(find_servers(&job), Ok(vec![credentials(2)]));
         drop(second);
-        assert_eq!(look(&job), Ok(Vec::new()));
+        assert_eq!(find_servers(&job), Ok(Vec::new()));
     }
 
     #[test]
-    fn who_holds_all_names_is_named() {
-        let job = job("squatters");
-        let held: Vec<_> = (0..NUM_NAMES).map(|_| OwnerSocket::serve(&job, &ticket(1)).unwrap()).collect();
-        let error = OwnerSocket::serve(&job, &ticket(2)).err().expect("there is no name left");
+    fn the_process_that_holds_all_names_is_named() {
+        let job = job("all names in use");
+        let held: Vec<_> = (0..NUM_NAMES).map(|_| OwnerSocket::serve(&job, &credentials(1)).unwrap()).collect();
+        let error = OwnerSocket::serve(&job, &credentials(2)).err().expect("there is no name left");
         let expected = format!("process {} of user {}", std::process::id(), user());
         assert!(error.to_string().contains(&expected), "{error}");
         drop(held);
     }
 
     #[test]
-    fn one_that_accepts_and_says_nothing_is_passed_over() {
+    fn a_server_that_sends_nothing_is_skipped() {
         let job = job("silence");
         let address = UnixAddress::from_abstract_name(name(&job, 0)).unwrap();
         let silent = UnixListener::bind_addr(&address).unwrap();
-        let _served = OwnerSocket::serve(&job, &ticket(3)).unwrap();
+        let _served = OwnerSocket::serve(&job, &credentials(3)).unwrap();
         let start = Instant::now();
-        assert_eq!(look(&job), Ok(vec![ticket(3)]));
-        assert!(start.elapsed() < 2 * READ_TIME);
+        assert_eq!(find_servers(&job), Ok(vec![credentials(3)]));
+        assert!(start.elapsed() < 2 * READ_TIMEOUT);
         drop(silent);
     }
 }

@@ -38,7 +38,7 @@ const READ_BATCH: usize = 1 << 18;
 /// Largest number of bytes queued for a member that does not read.
 const MAX_BACKLOG: usize = 64 * MAX_PAYLOAD;
 /// How long to wait for the launcher's report why a process died before the lost connection itself is reported.
-const PATIENCE: Duration = Duration::from_millis(200);
+const DEATH_CAUSE_TIMEOUT: Duration = Duration::from_millis(200);
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -52,7 +52,7 @@ pub struct ServerOptions {
     /// Number of processes of the job; none for an elastic job, whose launcher assigns the ranks.
     pub size: Option<usize>,
     /// How long to wait for [`Server::report_death`] after a connection was lost.
-    pub patience: Duration,
+    pub death_cause_timeout: Duration,
     /// A host that is silent for this long counts as lost.
     pub peer_timeout: Duration,
 }
@@ -96,11 +96,16 @@ impl Server {
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
         Self::serve(
             listener,
-            ServerOptions { key: JobKey::new(secret), size: Some(world_size), patience: PATIENCE, peer_timeout },
+            ServerOptions {
+                key: JobKey::new(secret),
+                size: Some(world_size),
+                death_cause_timeout: DEATH_CAUSE_TIMEOUT,
+                peer_timeout,
+            },
         )
     }
 
-    /// As [`Server::start`], for an elastic job: [`Server::seat`] assigns the ranks of each session.
+    /// As [`Server::start`], for an elastic job: [`Server::assign_ranks`] assigns the ranks of each session.
     ///
     /// # Errors
     /// As [`Server::start`].
@@ -108,7 +113,15 @@ impl Server {
         let listener =
             TcpListener::bind(bind).map_err(|e| Error::io(format!("binding the rendezvous to {bind}"), e))?;
         let peer_timeout = crate::config::PEER_TIMEOUT_SECONDS.seconds()?;
-        Self::serve(listener, ServerOptions { key: JobKey::new(secret), size: None, patience: PATIENCE, peer_timeout })
+        Self::serve(
+            listener,
+            ServerOptions {
+                key: JobKey::new(secret),
+                size: None,
+                death_cause_timeout: DEATH_CAUSE_TIMEOUT,
+                peer_timeout,
+            },
+        )
     }
 
     /// Serves on `listener`.
@@ -140,8 +153,8 @@ impl Server {
             listener,
             poll,
             job: match options.size {
-                Some(size) => Job::new(size, options.patience, u64::from_le_bytes(seed)),
-                None => Job::elastic(options.patience, u64::from_le_bytes(seed)),
+                Some(size) => Job::new(size, options.death_cause_timeout, u64::from_le_bytes(seed)),
+                None => Job::elastic(options.death_cause_timeout, u64::from_le_bytes(seed)),
             },
             options,
             connections: HashMap::new(),
@@ -164,7 +177,7 @@ impl Server {
     }
 
     /// Reports that the process of `rank` has ended, as `detail` says (`killed by signal 9`), whether or not it had
-    /// joined. Has no effect for a rank that has said goodbye.
+    /// joined. Has no effect for a rank that has announced its departure.
     pub fn report_death(&self, rank: usize, detail: &str) {
         self.command(Command::Death { rank, detail: detail.to_owned() });
     }
@@ -187,11 +200,11 @@ impl Server {
     }
 
     /// Begins a session of these workers, in the order of ranks.
-    pub fn seat(&self, workers: Vec<String>) {
+    pub fn assign_ranks(&self, workers: Vec<String>) {
         self.command(Command::Assignment(workers));
     }
 
-    /// Tells a waiting worker that it has been removed from the job.
+    /// Notifies a waiting worker that it has been removed from the job.
     pub fn remove(&self, worker: &str, reason: &str) {
         self.command(Command::Remove { worker: worker.to_owned(), reason: reason.to_owned() });
     }
@@ -338,7 +351,7 @@ impl Loop {
             match command {
                 Command::Death { rank, detail } => self.job.report_death(rank, &detail),
                 Command::WorkerDeath { worker, detail } => self.job.report_worker_death(&worker, &detail),
-                Command::Assignment(workers) => self.job.seat(&workers),
+                Command::Assignment(workers) => self.job.assign_ranks(&workers),
                 Command::Remove { worker, reason } => self.job.remove(&worker, &reason),
                 Command::HostsUpdated(update) => self.job.hosts_updated(update),
                 Command::Stop => return false,
@@ -402,7 +415,7 @@ impl Loop {
     fn evict_oldest(&mut self) -> bool {
         match self.unauthenticated.first_key_value() {
             Some((&token, came)) if came.elapsed() >= UNAUTHENTICATED_TIME => {
-                self.drop_connection(token, "made room for others before it proved the job's secret");
+                self.drop_connection(token, "was closed to make room for others before it proved the job's secret");
                 true
             }
             _ => false,
@@ -481,7 +494,7 @@ impl Loop {
                 Ok(count) => connection.sent += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     if connection.out.len() - connection.sent > MAX_BACKLOG {
-                        self.drop_connection(token, "does not read what it is sent");
+                        self.drop_connection(token, "does not read the messages that it is sent");
                     }
                     return;
                 }

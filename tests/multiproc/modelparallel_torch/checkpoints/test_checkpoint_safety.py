@@ -111,8 +111,10 @@ def _check_rejected_saves(folder):
         # Invalid checkpoint names.
         for tag in ("../evil", f"{folder}/evil", "", ".hidden", "newest"):
             text = _error(smp, lambda save=save, tag=tag: save(tag))
-            assert "is no name for a checkpoint" in text, text
-            assert "is no name for a checkpoint" in _error(smp, lambda kind=kind, tag=tag: _load(smp, root, kind, tag))
+            assert "is not a valid name for a checkpoint" in text, text
+            assert "is not a valid name for a checkpoint" in _error(
+                smp, lambda kind=kind, tag=tag: _load(smp, root, kind, tag)
+            )
         assert "ranks disagree" in _error(smp, lambda save=save: save(f"of-{smp.rank()}"))
         assert _snapshot(folder) == {"root": None}, kind
         smp.barrier()

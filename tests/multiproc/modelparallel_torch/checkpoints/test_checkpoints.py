@@ -228,7 +228,7 @@ def _load(folder, partitions, kind, before):
         assert optimizer.state_dict()["param_groups"] == expected["optimizer"]["param_groups"]
     else:
         model.module._register_state_dict_hook(lambda *_: None)
-        with pytest.raises(smp.exceptions.SMPCheckpointError, match="`Model` makes its state in its own way"):
+        with pytest.raises(smp.exceptions.SMPCheckpointError, match="`Model` overrides how its state is made"):
             model.state_dict()
         model.module._state_dict_hooks.clear()
     loss = train(7)

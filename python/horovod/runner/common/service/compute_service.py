@@ -9,7 +9,7 @@ from horovod.runner.common.util import network
 from horovod.runner.common.util.network import Registrations
 
 #: A request waits at most this long, in seconds. Clients repeat it, and so notice if the service has ended.
-_ONE_WAIT = 20.0
+_POLL_SECONDS = 20.0
 
 
 class _RegisterDispatcher:
@@ -25,7 +25,7 @@ class _RegisterWorker:
 
 
 class _Dispatcher:
-    """Asks for a dispatcher's address."""
+    """A request for a dispatcher's address."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -33,7 +33,7 @@ class _Dispatcher:
 
 
 class _Workers:
-    """Asks whether all workers of a dispatcher are registered."""
+    """A request whether all workers of a dispatcher are registered."""
 
     def __init__(self, dispatcher_id: int, seconds: float) -> None:
         self.dispatcher_id = dispatcher_id
@@ -118,18 +118,18 @@ class ComputeService(network.BasicService):
         return super()._handle(req, client_address)
 
     def _wake(self) -> None:
-        for told in (self._dispatchers, *self._workers):
-            told.close()
+        for registrations in (self._dispatchers, *self._workers):
+            registrations.close()
         with self._changed:
             self._changed.notify_all()
 
     @staticmethod
-    def _within(told: Registrations, numbers: Any, seconds: float) -> Any:
+    def _within(registrations: Registrations, numbers: Any, seconds: float) -> Any:
         try:
-            told.wait(numbers, seconds, "registrations")
+            registrations.wait(numbers, seconds, "registrations")
         except TimeoutError:
             return None
-        return [told[number] for number in numbers]
+        return [registrations[number] for number in numbers]
 
 
 class ComputeClient(network.BasicClient):
@@ -206,7 +206,7 @@ class ComputeClient(network.BasicClient):
     def _wait(self, request: Any, timeout: float, what: str) -> Any:
         left = timeout
         while True:
-            seconds = min(left, _ONE_WAIT)
+            seconds = min(left, _POLL_SECONDS)
             answer = self._send(request(seconds), timeout=seconds + 60).value
             if answer is not None:
                 return answer
@@ -215,13 +215,13 @@ class ComputeClient(network.BasicClient):
                 raise TimeoutError(f"timed out after {timeout:.0f} s waiting for {what} to register")
 
     def shutdown(self) -> None:
-        """Tell dispatchers and workers that the training is done."""
+        """Notify dispatchers and workers that the training is done."""
         self._send(_Shutdown())
 
     def wait_for_shutdown(self) -> None:
         """Wait until the training is done or the service is gone."""
         try:
-            while not self._send(_IsShutdown(_ONE_WAIT), timeout=_ONE_WAIT + 60).value:
+            while not self._send(_IsShutdown(_POLL_SECONDS), timeout=_POLL_SECONDS + 60).value:
                 continue
         except (OSError, EOFError):
             # The thread ends with the job that it belongs to.

@@ -25,7 +25,7 @@ class RegisterTaskRequest:
 
 
 class AllTaskAddressesRequest:
-    """Asks for the addresses of a task.
+    """A request for the addresses of a task.
 
     Args:
         index: Number of the task.

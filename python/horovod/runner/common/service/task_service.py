@@ -13,7 +13,7 @@ from horovod.runner.util.threads import in_thread
 
 
 class RunCommandRequest:
-    """Asks to run a command.
+    """A request to run a command.
 
     Args:
         command: Command of the shell.
@@ -39,15 +39,15 @@ class RunCommandRequest:
 
 
 class StreamCommandOutputRequest:
-    """Asks for what the command prints, once it has started."""
+    """A request for the output and errors of the command, once it has started."""
 
 
 class StreamCommandStdOutRequest(StreamCommandOutputRequest):
-    """Asks for the command's output."""
+    """A request for the command's output."""
 
 
 class StreamCommandStdErrRequest(StreamCommandOutputRequest):
-    """Asks for the command's errors."""
+    """A request for the command's errors."""
 
 
 class CommandOutputNotCaptured(Exception):  # noqa: N818 - the documented name
@@ -55,11 +55,11 @@ class CommandOutputNotCaptured(Exception):  # noqa: N818 - the documented name
 
 
 class AbortCommandRequest:
-    """Asks to end the command."""
+    """A request to end the command."""
 
 
 class CommandExitCodeRequest:
-    """Asks for the command's exit code.
+    """A request for the command's exit code.
 
     Args:
         wait: Longest wait for the command's end, in seconds.
@@ -83,7 +83,7 @@ class CommandExitCodeResponse:
 
 
 class NotifyInitialRegistrationCompleteRequest:
-    """Says that all tasks have registered."""
+    """A message that all tasks have registered."""
 
 
 class RegisterCodeResultRequest:
@@ -302,7 +302,7 @@ class BasicTaskClient(network.BasicClient):
     def stream_command_output(
         self, stdout: TextIO | None = None, stderr: TextIO | None = None
     ) -> tuple[threading.Thread | None, threading.Thread | None]:
-        """Pass on what the command prints, in threads, until it ends.
+        """Copy the output of the command, in threads, until it ends.
 
         If the connection breaks, the command is aborted. The call may precede the start of the command. The thread of
         an output that is not captured ends with the start.

@@ -18,7 +18,7 @@ def is_exportable(v: str) -> bool:
         v: Its name.
 
     Returns:
-        ``True`` if a variable is passed on to other hosts.
+        ``True`` if the variable is passed on.
     """
     return not any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
 

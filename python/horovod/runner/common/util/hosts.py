@@ -14,7 +14,7 @@ class HostInfo:
 
     Args:
         hostname: Name of the host.
-        slots: Number of processes that it takes.
+        slots: Number of processes that may run on it.
     """
 
     hostname: str
@@ -44,7 +44,7 @@ class HostInfo:
 
 @dataclasses.dataclass
 class SlotInfo:
-    """A process's place in the job."""
+    """The host of a process, and its ranks in the job."""
 
     hostname: str
     rank: int
@@ -55,13 +55,13 @@ class SlotInfo:
     cross_size: int | None = None
 
     def to_response_string(self) -> str:
-        """Return the place as text: rank and size in the job, on the host, and over hosts.
+        """Return the ranks as text: rank and size in the job, on the host, and over hosts.
 
         Returns:
             Six numbers separated by commas.
         """
-        places = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
-        return ",".join(str(place) for place in places)
+        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
+        return ",".join(str(number) for number in numbers)
 
     @staticmethod
     def from_response_string(response_string: str) -> SlotInfo:
@@ -71,7 +71,7 @@ class SlotInfo:
             response_string: The text.
 
         Returns:
-            The place, without the name of its host.
+            The ranks, without the name of the host.
         """
         rank, size, local_rank, local_size, cross_rank, cross_size = map(int, response_string.split(","))
         return SlotInfo("", rank, local_rank, cross_rank, size, local_size, cross_size)
@@ -113,7 +113,7 @@ def parse_host_files(filename: str) -> str:
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Parse hosts, and return names and slots apart.
+    """Parse hosts, and return names and slots separately.
 
     Args:
         hosts: Text for :func:`parse_hosts`.
@@ -136,7 +136,7 @@ def get_host_assignments(
         max_num_proc: Largest number of slots that are used; all by default.
 
     Returns:
-        The places of all ranks.
+        The host and ranks of each process.
 
     Raises:
         ValueError: There are too few slots.

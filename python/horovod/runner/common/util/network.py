@@ -36,14 +36,14 @@ _LENGTH = struct.Struct("!Q")
 #: Seconds after which a client that has not authenticated its request is disconnected.
 _GREETING_TIME = 20
 #: Seconds between checks for a shutdown while a stream has no text.
-_LOOK_AT_SHUTDOWN_S = 0.5
+_SHUTDOWN_POLL_SECONDS = 0.5
 
 #: For each interface, the addresses and ports of a service.
 Addresses = dict[str, list[tuple[str, int]]]
 
 
 class PingRequest:
-    """Asks which service answers."""
+    """A request for the name of the service."""
 
 
 class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
@@ -51,7 +51,7 @@ class NoValidAddressesFound(Exception):  # noqa: N818 - the documented name
 
 
 class PingResponse:
-    """Names the service that answers.
+    """The name of the service that answers.
 
     Args:
         service_name: Name of the service.
@@ -64,11 +64,11 @@ class PingResponse:
 
 
 class AckResponse:
-    """Says that the request is done."""
+    """The answer that the request is done."""
 
 
 class AckStreamResponse(AckResponse):
-    """Says that the request is done, and that a stream of text follows. A handler returns both as a pair."""
+    """The answer that the request is done, and that a stream of text follows. A handler returns both as a pair."""
 
 
 class _Failure:
@@ -132,9 +132,9 @@ class Wire:
             EOFError: The peer is gone.
             RuntimeError: The peer does not know the secret.
         """
-        return pickle.loads(self.read_proved(rfile, kind))
+        return pickle.loads(self.read_authenticated(rfile, kind))
 
-    def read_proved(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
+    def read_authenticated(self, rfile: BufferedIOBase, kind: bytes = b"") -> bytes:
         """Receive an object without unpickling it.
 
         Args:
@@ -148,10 +148,10 @@ class Wire:
             EOFError: The peer is gone.
             RuntimeError: The peer does not know the secret.
         """
-        (length,) = _LENGTH.unpack(self._proved(rfile, _LENGTH.size, kind + b" length "))
-        return self._proved(rfile, length, kind + b" message ")
+        (length,) = _LENGTH.unpack(self._read_checked(rfile, _LENGTH.size, kind + b" length "))
+        return self._read_checked(rfile, length, kind + b" message ")
 
-    def _proved(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
+    def _read_checked(self, rfile: BufferedIOBase, count: int, what: bytes) -> bytes:
         """Read `count` bytes, and check the digest before them."""
         digest = _exactly(rfile, secret.DIGEST_LENGTH_BYTES)
         message = _exactly(rfile, count)
@@ -175,7 +175,7 @@ def _piece(number: int) -> bytes:
 def _receive_text(wire: Wire, rfile: BufferedIOBase, stream: TextIO | None) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for number in itertools.count():
-        piece = wire.read_proved(rfile, _piece(number))
+        piece = wire.read_authenticated(rfile, _piece(number))
         if stream is not None:
             stream.write(decoder.decode(piece, final=not piece))
             stream.flush()
@@ -222,7 +222,7 @@ class BasicService:
                 connection.wfile.write(challenge)
                 theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
                 wire = Wire(self._key, challenge + theirs + self._service_name.encode())
-                message = wire.read_proved(connection.rfile, b"request")
+                message = wire.read_authenticated(connection.rfile, b"request")
                 connection.connection.settimeout(None)
             except Exception:
                 # The client could not authenticate itself or has disconnected; nothing that it sent was unpickled.
@@ -253,7 +253,7 @@ class BasicService:
         for number in itertools.count():
             piece = None
             while piece is None and not text.at_end() and not self._connections.closing:
-                piece = text.read(timeout=_LOOK_AT_SHUTDOWN_S)
+                piece = text.read(timeout=_SHUTDOWN_POLL_SECONDS)
             wire.write_pickled((piece or "").encode(), wfile, _piece(number))
             if not piece:
                 return
@@ -266,7 +266,7 @@ class BasicService:
         """
         if isinstance(req, PingRequest):
             return PingResponse(self._service_name, client_address[0])
-        raise NotImplementedError(f"{self._service_name} knows no {type(req).__name__}")
+        raise NotImplementedError(f"{self._service_name} does not support {type(req).__name__}")
 
     def addresses(self) -> Addresses:
         """Return the addresses for clients.
@@ -351,7 +351,7 @@ class BasicClient:
             The address.
         """
         address = next(iter(self._addresses.values()))[0]
-        return str(self._ask(address, PingRequest(), self._probe_timeout).source_address)
+        return str(self._send_request(address, PingRequest(), self._probe_timeout).source_address)
 
     def _probe(self, addresses: Addresses) -> Addresses:
         # The loopback comes last: addresses that other hosts can reach are preferred, and determine `local_address`.
@@ -367,7 +367,7 @@ class BasicClient:
     def _answers(self, name: str, address: tuple[str, int]) -> bool:
         for _ in range(self._attempts):
             try:
-                answer = self._ask(address, PingRequest(), self._probe_timeout)
+                answer = self._send_request(address, PingRequest(), self._probe_timeout)
             except (OSError, EOFError, RuntimeError):
                 continue
             if not isinstance(answer, PingResponse) or answer.service_name != self._service_name:
@@ -375,7 +375,9 @@ class BasicClient:
             return not self._match_intf or get_local_host_intfs().get(name) == answer.source_address
         return False
 
-    def _ask(self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None) -> Any:
+    def _send_request(
+        self, address: tuple[str, int], request: Any, timeout: float | None, stream: TextIO | None = None
+    ) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
             # The answer may take long, but the connection must notice a host that has failed.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -404,7 +406,7 @@ class BasicClient:
             OSError, EOFError: It is gone.
         """
         address = next(iter(self._addresses.values()))[0]
-        answer = self._ask(address, req, timeout, stream)
+        answer = self._send_request(address, req, timeout, stream)
         if isinstance(answer, _Failure):
             raise RuntimeError(f"{self._service_name}: {answer.text}")
         return answer
@@ -415,16 +417,16 @@ class Registrations:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._told: dict[Any, Any] = {}
+        self._values: dict[Any, Any] = {}
         self._closed = False
 
     def __getitem__(self, number: Any) -> Any:
         with self._changed:
-            return self._told[number]
+            return self._values[number]
 
     def __len__(self) -> int:
         with self._changed:
-            return len(self._told)
+            return len(self._values)
 
     def items(self) -> list[tuple[Any, Any]]:
         """Return all registrations.
@@ -433,17 +435,17 @@ class Registrations:
             Pairs of a number and what was registered, in order.
         """
         with self._changed:
-            return sorted(self._told.items())
+            return sorted(self._values.items())
 
-    def put(self, number: Any, told: Any) -> None:
+    def put(self, number: Any, value: Any) -> None:
         """Register a member.
 
         Args:
             number: Number of the member.
-            told: What is registered.
+            value: The registered value.
         """
         with self._changed:
-            self._told[number] = told
+            self._values[number] = value
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -458,15 +460,15 @@ class Registrations:
         Args:
             numbers: Numbers of the members.
             seconds: Longest wait; ``None`` means no limit.
-            what: What is waited for, for the error.
+            what: Description of the wait, for the error.
 
         Raises:
             TimeoutError: The wait took longer; names the missing members.
         """
         wanted = set(numbers)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or wanted <= set(self._told), seconds)
-            missing = sorted(wanted - set(self._told))
+            self._changed.wait_for(lambda: self._closed or wanted <= set(self._values), seconds)
+            missing = sorted(wanted - set(self._values))
             if missing:
                 ended = "the service was shut down while" if self._closed else f"timed out after {seconds:.0f} s"
                 raise TimeoutError(f"{ended} waiting for {what}: {missing} are missing")

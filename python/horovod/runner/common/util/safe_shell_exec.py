@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 #: Time between SIGTERM and SIGKILL, in seconds.
 GRACEFUL_TERMINATION_TIME_S = 5
 
-_LONGEST_LOOK = 0.05
+_POLL_SECONDS = 0.05
 
 #: Program of a watcher process: waits for the end of a pipe, then ends a process group.
 _WATCH = """
 import os, signal, sys, time
-pipe, group, patience = map(int, sys.argv[1:])
+pipe, group, grace = map(int, sys.argv[1:])
 os.read(pipe, 1)
 try:
     os.killpg(group, signal.SIGTERM)
-    time.sleep(patience)
+    time.sleep(grace)
     os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
     pass
@@ -36,15 +36,15 @@ except ProcessLookupError:
 
 
 def terminate_executor_shell_and_children(pid: int) -> None:
-    """Ask a process group to end, and kill it if it does not.
+    """Send SIGTERM to a process group, and SIGKILL if it does not end in time.
 
     Args:
         pid: Number of the group.
     """
     _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S
-    while time.monotonic() < deadline and _is_there(pid):
-        time.sleep(_LONGEST_LOOK)
+    while time.monotonic() < deadline and _exists(pid):
+        time.sleep(_POLL_SECONDS)
     _signal(pid, signal.SIGKILL)
 
 
@@ -56,7 +56,7 @@ def _signal(group: int, number: int) -> None:
         return
 
 
-def _is_there(group: int) -> bool:
+def _exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -71,7 +71,7 @@ def prefix_connection(
     index: int | None,
     prefix_output_with_timestamp: bool,
 ) -> None:
-    """Pass text on line by line until it ends, each line with the prefix ``[index]<prefix>:``.
+    """Copy text line by line until it ends, each line with the prefix ``[index]<prefix>:``.
 
     Args:
         src_connection: Source with ``fileno()``; bytes of UTF-8.
@@ -108,7 +108,7 @@ def prefix_connection(
 
 
 class _WatchedStream:
-    """Passes text on to another stream, and notes when it last did."""
+    """Writes text to another stream, and records the time of the last write."""
 
     def __init__(self, target: TextIO | Pipe) -> None:
         self._target = target
@@ -155,46 +155,46 @@ def execute(
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    # The end of this pipe tells a watcher process that this process has ended, for whatever reason.
-    lifeline, ours = os.pipe()
+    # A watcher process reads from this pipe, and gets its end when this process ends, for whatever reason.
+    read_end, write_end = os.pipe()
     watcher = subprocess.Popen(
-        [sys.executable, "-S", "-c", _WATCH, str(lifeline), str(process.pid), str(GRACEFUL_TERMINATION_TIME_S)],
-        pass_fds=[lifeline],
+        [sys.executable, "-S", "-c", _WATCH, str(read_end), str(process.pid), str(GRACEFUL_TERMINATION_TIME_S)],
+        pass_fds=[read_end],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.close(lifeline)
+    os.close(read_end)
 
-    def pass_on(source: IO[bytes], target: _WatchedStream, name: str) -> None:
+    def copy(source: IO[bytes], target: _WatchedStream, name: str) -> None:
         with source:
             prefix_connection(source, target, name, index, prefix_output_with_timestamp)
 
     targets = [_WatchedStream(stdout or sys.stdout), _WatchedStream(stderr or sys.stderr)]
-    pumps = [
-        threading.Thread(target=pass_on, args=(source, target, name), daemon=True)
+    copiers = [
+        threading.Thread(target=copy, args=(source, target, name), daemon=True)
         for source, target, name in zip((process.stdout, process.stderr), targets, ("stdout", "stderr"), strict=True)
     ]
-    for pump in pumps:
-        pump.start()
+    for copier in copiers:
+        copier.start()
     events = list(events or [])
     try:
         while process.poll() is None:
             if any(event.is_set() for event in events):
                 _end(process)
-            time.sleep(_LONGEST_LOOK)
+            time.sleep(_POLL_SECONDS)
     finally:
         watcher.kill()
         watcher.wait()
-        os.close(ours)
+        os.close(write_end)
         if process.poll() is None:
             _end(process)
         # Ends the background processes that the command has started.
         _signal(process.pid, signal.SIGKILL)
     ended = time.monotonic()
-    for pump, target in zip(pumps, targets, strict=True):
+    for copier, target in zip(copiers, targets, strict=True):
         # A slow reader gets all output. A process that has left the group may keep the pipe open without writing.
-        while pump.is_alive() and time.monotonic() < max(ended, target.last_progress) + GRACEFUL_TERMINATION_TIME_S:
-            pump.join(_LONGEST_LOOK)
+        while copier.is_alive() and time.monotonic() < max(ended, target.last_progress) + GRACEFUL_TERMINATION_TIME_S:
+            copier.join(_POLL_SECONDS)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 

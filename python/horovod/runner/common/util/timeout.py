@@ -42,7 +42,7 @@ class Timeout:
         """Raise an exception if the time is over.
 
         Args:
-            activity: What is being waited for, for the text.
+            activity: Description of the wait, for the text.
 
         Raises:
             TimeoutException: The time is over.

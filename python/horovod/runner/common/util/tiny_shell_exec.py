@@ -13,7 +13,7 @@ def execute(command: str, env: dict[str, str] | None = None) -> tuple[str, int] 
         env: Its whole environment; by default this process's.
 
     Returns:
-        What it prints, and its exit code; ``None`` if it cannot be run.
+        The command's output and its exit code; ``None`` if the command cannot be run.
     """
     try:
         done = subprocess.run(

@@ -57,7 +57,7 @@ def allreduce(
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Give every rank the value of rank ``root_rank``.
+    """Broadcast the value of rank ``root_rank`` to all ranks.
 
     Args:
         value: A number, an array or a tensor; same shape and type on all ranks.
@@ -77,7 +77,7 @@ def load_model(
     """Load a model that was saved with its optimizer, distributed or not, and make the optimizer distributed.
 
     Args:
-        filepath: What ``model.save`` has written; readable on every rank.
+        filepath: Path that ``model.save`` has written; readable on every rank.
         custom_objects: Classes and functions of the script, by name.
         keras: The package that loads it, ``keras`` or ``tf_keras``; by default what ``tf.keras`` is.
         **options: Arguments of ``DistributedOptimizer``.

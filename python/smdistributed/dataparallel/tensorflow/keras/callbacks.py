@@ -78,7 +78,7 @@ for _event in _events:
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """Give all ranks the model's and the optimizer's variables of one rank, once.
+    """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
     Variables that exist before the first batch are broadcast then. All variables are broadcast at the end of the first
     batch, because layers and optimizers create variables when they see their first batch.
@@ -139,7 +139,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
 class MetricAverageCallback(_Callback):
     """Average the metrics of an epoch over the ranks, each with the same weight.
 
-    It must precede callbacks that read metrics, such as checkpoints and schedules. Entries that are no numbers stay as
+    It must precede callbacks that read metrics, such as checkpoints and schedules. Entries that are not numbers stay as
     they are.
 
     Args:

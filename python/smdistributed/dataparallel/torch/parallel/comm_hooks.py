@@ -91,7 +91,7 @@ class CommHook:
             The bucket's new values.
 
         Raises:
-            TypeError: The value of the future is no tensor.
+            TypeError: The value of the future is not a tensor.
         """
         value = self.futures.pop(bucket).wait()
         if isinstance(value, (list, tuple)) and len(value) == 1:

@@ -187,7 +187,9 @@ class DistributedDataParallel(_TorchDDP):
         known = dict(self.module.named_parameters(remove_duplicate=False))
         for name, parameter in named or ():
             if known.get(name) is not parameter:
-                raise ValueError(f"`delay_all_reduce_named_params` has `{name}`, which is no parameter of the module")
+                raise ValueError(
+                    f"`delay_all_reduce_named_params` has `{name}`, which is not a parameter of the module"
+                )
         if trigger is not None and not any(parameter is trigger for parameter in known.values()):
             raise ValueError("`param_to_hook_all_reduce` is not a parameter of the module")
         return frozenset(name for name, _ in named or ())
@@ -283,7 +285,7 @@ class DistributedDataParallel(_TorchDDP):
             **kwargs: Keyword arguments of the module.
 
         Returns:
-            What the module returns.
+            The result of the module.
         """
         started = time.monotonic_ns()
         has_graph = torch.is_grad_enabled()
@@ -533,10 +535,10 @@ class DistributedDataParallel(_TorchDDP):
         Returns:
             On ranks with inputs, how many ranks have some; on the others, whether a backward is reduced.
         """
-        said = torch.tensor([float(present), float(sync), float(with_buffers)], device="cpu")
+        counts = torch.tensor([float(present), float(sync), float(with_buffers)], device="cpu")
         with errors.translated(CLASSES):
-            dist.all_reduce(said, op=ReduceOp.SUM, group=self._own_group)
-            ranks, syncing, with_buffers_anywhere = said.tolist()
+            dist.all_reduce(counts, op=ReduceOp.SUM, group=self._own_group)
+            ranks, syncing, with_buffers_anywhere = counts.tolist()
             if with_buffers_anywhere:
                 self._reducer.broadcast(self._buffers_of_module(), self._last_rank(bool(present)))
         return ranks if present else syncing

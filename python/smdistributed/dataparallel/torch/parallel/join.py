@@ -75,7 +75,7 @@ def join(joinable: Joinable, enable: bool, throw_on_early_termination: bool, **o
 
 
 def notify(joinable: Joinable) -> None:
-    """Tell ranks without inputs that this one has some.
+    """Notify ranks without inputs that this one has some.
 
     Args:
         joinable: The model.

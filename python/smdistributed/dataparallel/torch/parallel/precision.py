@@ -52,7 +52,7 @@ class MixedPrecision:
             kwargs: Its keyword arguments.
 
         Returns:
-            What the module returns.
+            The result of the module.
         """
         if self.param_dtype is None:
             return module(*inputs, **kwargs)

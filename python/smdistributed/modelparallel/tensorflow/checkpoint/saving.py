@@ -150,7 +150,7 @@ class DeferredRestore:
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read, self._status = read, None
-        self._asked: list[str] = []
+        self._requested: list[str] = []
 
     def read(self, rest: tf.train.Checkpoint | None = None) -> None:
         """Read the checkpoint, except ``rest``, which has been read."""
@@ -159,31 +159,31 @@ class DeferredRestore:
             self._status = self._read()
         finally:
             _have_been_read.clear()
-        for name in self._asked:
+        for name in self._requested:
             getattr(self._status, name)()
 
-    def _ask(self, name: str) -> DeferredRestore:
+    def _request(self, name: str) -> DeferredRestore:
         if self._status is None:
-            self._asked.append(name)
+            self._requested.append(name)
         else:
             getattr(self._status, name)()
         return self
 
     def assert_consumed(self) -> DeferredRestore:
         """Check that every value was restored, as TensorFlow's method does."""
-        return self._ask("assert_consumed")
+        return self._request("assert_consumed")
 
     def assert_existing_objects_matched(self) -> DeferredRestore:
         """Check that every existing object was restored, as TensorFlow's method does."""
-        return self._ask("assert_existing_objects_matched")
+        return self._request("assert_existing_objects_matched")
 
     def assert_nontrivial_match(self) -> DeferredRestore:
         """Check that any value was restored, as TensorFlow's method does."""
-        return self._ask("assert_nontrivial_match")
+        return self._request("assert_nontrivial_match")
 
     def expect_partial(self) -> DeferredRestore:
         """Silence warnings about values that were not restored, as TensorFlow's method does."""
-        return self._ask("expect_partial")
+        return self._request("expect_partial")
 
     def run_restore_ops(self, session: Any = None) -> None:
         """Do nothing, as TensorFlow's method in eager mode."""
@@ -323,9 +323,9 @@ def checked_entries(checkpoint: tf.train.Checkpoint, path: str) -> list[tuple[st
 
     listed, samples = zip(*raise_on_all_ranks(local_entries, path), strict=True)
     # Each rank writes its part of the first rank's list.
-    everybody = [set(each) for each in listed]
-    for rank, theirs in enumerate(everybody):
-        for one, has, other, lacks in ((0, everybody[0], rank, theirs), (rank, theirs, 0, everybody[0])):
+    gathered = [set(each) for each in listed]
+    for rank, theirs in enumerate(gathered):
+        for one, has, other, lacks in ((0, gathered[0], rank, theirs), (rank, theirs, 0, gathered[0])):
             if has - lacks:
                 raise SMPCheckpointError(
                     f"the checkpoint `{path}` could not be written: `{min(has - lacks)}` is there on rank {one} and "
@@ -404,7 +404,7 @@ def _check_whole(handles: set[int]) -> None:
 
     TensorFlow does not find layers of Keras 3 that are in a list.
     """
-    assert state.model is not None, "it was divided"
+    assert state.model is not None, "it is partitioned"
     with state.model._smp_all_variables():
         for variable in state.model.weights:
             if id(handle_of(variable)) not in handles:

@@ -68,7 +68,7 @@ class Shards:
         """Write a checkpoint, which is complete when this returns.
 
         Raises:
-            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
         """
         groups = state.groups
         entries = saving.checked_entries(checkpoint, tag)
@@ -122,11 +122,11 @@ class Shards:
                 )
             if home in (None, rank):
                 wanted.append((name, variable, np.empty(expected[1], variable.dtype.as_numpy_dtype)))
-        rooms = [
+        targets = [
             (name, [0] * array.ndim, list(array.shape), array.ctypes.data, array.nbytes) for name, _, array in wanted
         ]
         with errors.translated(_CLASSES):
-            reader.read(rooms, self._threads)
+            reader.read(targets, self._threads)
         for _, variable, array in wanted:
             variable.assign(array)
         return frozenset(name for name, _, _ in wanted)
@@ -141,7 +141,7 @@ def _arrays(entries: Iterable[Any], rank: int) -> Iterator[tuple[str, np.ndarray
         variable = underlying(trackable)
         if piece or not isinstance(variable, tf.Variable) or variable.dtype.name not in shares.ELEMENTS:
             raise SMPCheckpointError(
-                f"`{name}`, a {type(trackable).__name__}, cannot be saved in shards: it is no variable of a dtype "
+                f"`{name}`, a {type(trackable).__name__}, cannot be saved in shards: it is not a variable of a dtype "
                 "that they can hold"
             )
         with tf.init_scope(), tf.device("/device:CPU:0"):

@@ -57,19 +57,19 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
         # A subclass's method has called that of its base class.
         yield variables
         return
-    divided = model is not None and model.is_partitioned
+    is_partitioned = model is not None and model.is_partitioned
     if optimizer in state.optimizers:
         # Keras' oldest optimizers call this in every update.
         before = state.optimizers[optimizer]
         known = {id(handle_of(each)) for each in before}
         given = [*before, *(each for each in variables if id(handle_of(each)) not in known)]
-    elif divided:
+    elif is_partitioned:
         given = _of_all_partitions(variables)
     plain = getattr(optimizer, make)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         slot = plain(*args, **kwargs)
-        if divided:
+        if is_partitioned:
             _put(slot, args[0] if args else next(iter(kwargs.values())))
         else:
             delayed_initialization.delay(slot)
@@ -82,7 +82,7 @@ def being_built(optimizer: Any, variables: Sequence[Any]) -> Iterator[Sequence[A
         del vars(optimizer)[make]
     if state.initialized:
         state.optimizers[optimizer] = list(given)
-    if divided:
+    if is_partitioned:
         _materialize(optimizer)
 
 
@@ -139,7 +139,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 def _put(slot: Any, reference: Any) -> None:
     """Place ``slot`` on the partition of ``reference``, a variable of the model."""
     model = state.model
-    assert model is not None, "it was divided"
+    assert model is not None, "it is partitioned"
     assignment = model._smp_assignment.variables
     home, handle = assignment.get(id(handle_of(reference))), id(handle_of(slot))
     if home is None or handle in assignment:

@@ -32,7 +32,7 @@ def decide(trace: Trace, operations: Operations, config: Config) -> PartitionAss
     """Assign the layers that were called to partitions, unless the script has placed all operations.
 
     Raises:
-        SMPPartitionError: The layers cannot be divided in this way.
+        SMPPartitionError: The layers cannot be partitioned in this way.
     """
     if config.load_partition and config.partition_file:
         paths = partition_file.read(config.partition_file, config.partitions)

@@ -60,15 +60,15 @@ def compare(
     # Data is compared in host memory: on a GPU, a group's first operation loads kernels, which waits for running
     # kernels, and one of these may be a receive that waits for a message that is sent only after this comparison.
     with tf.device(_HOST):
-        everybody = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
-        is_other = tf.reduce_any(everybody != tf.constant(digest, tf.int64))
+        gathered = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
+        is_other = tf.reduce_any(gathered != tf.constant(digest, tf.int64))
 
     def raise_mismatch(_: Any) -> NoReturn:
         raise SMPMismatchError(f"{_mismatch_text(lines, kind, differ, names)} [smd:mismatch]")
 
     def fail() -> tf.Tensor:
         with tf.control_dependencies([] if scope is None else [scope.cancel()]):
-            return tf.numpy_function(raise_mismatch, [everybody], tf.int64)
+            return tf.numpy_function(raise_mismatch, [gathered], tf.int64)
 
     with tf.device(_HOST):
         return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
@@ -110,7 +110,7 @@ def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: flo
     not told.
 
     Args:
-        what: What this rank did, such as ``left `fit```.
+        what: Description of what this rank did, such as ``left `fit```.
         error: The reason, and the rank.
         groups: The pipeline.
         seconds: How long to wait for the others, which may be elsewhere and wait for this rank.
@@ -152,18 +152,18 @@ def _gather(digest: int, group: int) -> list[int]:
 
 def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
     """Describe the mismatch; all ranks of the group call it."""
-    story = object_transport.gather(list(lines), kind.value)
-    for name, theirs in zip(names, story, strict=True):
+    reports = object_transport.gather(list(lines), kind.value)
+    for name, theirs in zip(names, reports, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
             return f"{name} {theirs[0].removeprefix(_FAILURE)}"
-    doing = [_doing(theirs) for theirs in story]
+    doing = [_doing(theirs) for theirs in reports]
     for name, other in zip(names, doing, strict=True):
         if other != doing[0]:
             return (
-                f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all of "
-                "them make the same calls in the same order"
+                f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all "
+                "ranks must make the same calls in the same order"
             )
-    return f"{differ}: {_difference(story, names)}"
+    return f"{differ}: {_difference(reports, names)}"
 
 
 def _doing(lines: Sequence[str]) -> str:
@@ -172,13 +172,13 @@ def _doing(lines: Sequence[str]) -> str:
     return "runs a step"
 
 
-def _difference(story: Sequence[Sequence[str]], names: Sequence[str]) -> str:
+def _difference(reports: Sequence[Sequence[str]], names: Sequence[str]) -> str:
     """Describe the first line in which the ranks differ."""
-    first = story[0]
-    for name, other in zip(names, story, strict=True):
+    first = reports[0]
+    for name, other in zip(names, reports, strict=True):
         for place in range(max(len(first), len(other))):
             ours = first[place] if place < len(first) else "nothing"
             theirs = other[place] if place < len(other) else "nothing"
             if ours != theirs:
                 return f"{names[0]} has `{ours}` where {name} has `{theirs}`"
-    return "what they have looks alike"
+    return "the reported operations are equal"

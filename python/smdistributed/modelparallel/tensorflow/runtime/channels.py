@@ -36,8 +36,8 @@ def open_between(groups: TensorFlowGroups, segment_graph: SegmentGraph) -> None:
     """
     here = device()
     mine = (here is not None, zlib.crc32("\n".join(segment_graph.lines).encode()))
-    everybody = communication.gather_for("has divided the model", mine, CommGroup.PP_GROUP)
-    if here is None or any(other != mine for other in everybody):
+    gathered = communication.gather_for("has partitioned the model", mine, CommGroup.PP_GROUP)
+    if here is None or any(other != mine for other in gathered):
         return
     members, place = groups.members["pp"], groups.rank_in("pp")
     edges = {(each.source, target) for each in segment_graph.transfers.values() for target in each.targets}

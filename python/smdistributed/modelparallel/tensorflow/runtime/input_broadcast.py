@@ -51,8 +51,8 @@ def batch_loop(activity: str) -> Iterator[None]:
             agreement.report_failure(f"left `{activity}`", text, groups, _SECONDS)
         raise
     if groups.pp_group is not None:
-        stories = communication.gather_for(_DOES, (f"`{activity}`", "has ended", None), CommGroup.PP_GROUP)
-        _compare([f"{activity} {each}" for activity, each, _ in stories])
+        all_reports = communication.gather_for(_DOES, (f"`{activity}`", "has ended", None), CommGroup.PP_GROUP)
+        _compare([f"{activity} {each}" for activity, each, _ in all_reports])
 
 
 def next_batch(activity: str, take: Callable[[], Any]) -> Any:
@@ -73,22 +73,22 @@ def next_batch(activity: str, take: Callable[[], Any]) -> Any:
     batch, failure = None, None
     try:
         batch = _as_tensors(take())
-        story = _described(batch)
+        report = _described(batch)
     except (StopIteration, tf.errors.OutOfRangeError) as error:
-        failure, story = error, _END
+        failure, report = error, _END
     except Exception as error:
-        failure, story = error, f"could not be made: {type(error).__name__}: {error}"
+        failure, report = error, f"could not be made: {type(error).__name__}: {error}"
     leaves, is_first = tf.nest.flatten(batch), groups.rank_in("pp") == 0
     # Values that the core cannot send are compared as part of the text.
-    told = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
-    stories = communication.gather_for(_DOES, (activity, story, told), CommGroup.PP_GROUP)
-    if failure is not None and story != _END:
+    leaf_texts = [_shape_or_value(leaf) if is_first else None for leaf in leaves]
+    all_reports = communication.gather_for(_DOES, (activity, report, leaf_texts), CommGroup.PP_GROUP)
+    if failure is not None and report != _END:
         vars(failure)["_smp_is_known"] = True
         raise failure
-    _compare([f"{activity} {each}" for activity, each, _ in stories])
+    _compare([f"{activity} {each}" for activity, each, _ in all_reports])
     if failure is not None:
         raise failure
-    _, _, first = stories[0]
+    _, _, first = all_reports[0]
     found = [_of_first(leaf, known, is_first) for leaf, known in zip(leaves, first, strict=True)]
     return tf.nest.pack_sequence_as(batch, found)
 
@@ -133,10 +133,10 @@ def _of_first(leaf: Any, known: Any, is_first: bool) -> Any:
         return call(core_ops.smd_broadcast, tensor=sent, root=0, group=state.groups.objects("pp"))
 
 
-def _compare(stories: Sequence[str]) -> None:
-    for place, other in enumerate(stories):
-        if other != stories[0]:
+def _compare(all_reports: Sequence[str]) -> None:
+    for place, other in enumerate(all_reports):
+        if other != all_reports[0]:
             raise SMPMismatchError(
-                f"the ranks of this pipeline are at different places: on partition 0 {stories[0]}, and on partition "
-                f"{place} {other}; all of them make the same calls with data of the same length"
+                f"the ranks of this pipeline are at different places: on partition 0 {all_reports[0]}, and on "
+                f"partition {place} {other}; all ranks must make the same calls with data of the same length"
             )

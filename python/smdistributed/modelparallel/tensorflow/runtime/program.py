@@ -161,7 +161,7 @@ class Program:
         # Additions of the previous anchored call.
         self._adding: list[tf.Operation] = []
         unanchored = [each for each in segment_graph.segments if not each.anchored]
-        self._taken_at_once = {tensor.name for each in unanchored for tensor in each.inputs}
+        self._received_at_once = {tensor.name for each in unanchored for tensor in each.inputs}
 
     def build(self) -> list[dict[str, tf.Tensor]]:
         """Build the graph; return the tensors that the step returns here, for each microbatch, by name."""
@@ -217,11 +217,11 @@ class Program:
 
     @property
     def _remote(self) -> Transfers:
-        assert self._transfers is not None, "`build` makes them"
+        assert self._transfers is not None, "`build` creates them"
         return self._transfers
 
     def _receive(self, tensor: tf.Tensor, mb: int, stage: int | None) -> tf.Tensor:
-        before = [] if tensor.name in self._taken_at_once else self._anchors[-2:-1]
+        before = [] if tensor.name in self._received_at_once else self._anchors[-2:-1]
         posted = [] if stage is None else self._clock.read([*self._start, *before])
         value = self._remote.receive(tensor, mb, [*before, *posted])
         if stage is not None:

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import Gra
 
 @dataclass(frozen=True)
 class Label:
-    """Where an operation was created.
+    """The part of the program that created an operation.
 
     Attributes:
         inside: Whether it was created in a call of the model.
@@ -68,7 +68,7 @@ class Trace:
         labels: The label of each operation, by the operation's name.
         units: The layers that were called, in the order of their first calls, with their paths.
         inputs: Placeholders of the body's arguments.
-        returned: What the body returned.
+        returned: The result of the body.
         gradient_tracker: Knows which tensors are gradients.
     """
 
@@ -274,7 +274,7 @@ def trace_calls(
         (outer, inner), *_ = taken
         if any(other is not outer for other, _ in taken):
             if outer.dtype == tf.resource:
-                raise SMPUsageError("a `smp.step` function takes another variable with each microbatch")
+                raise SMPUsageError("a `smp.step` function uses a different variable for each microbatch")
             found.inputs.append(inner)
             for row, (other, _) in zip(rows, taken, strict=True):
                 row.append(other)
@@ -324,7 +324,7 @@ def _lines(found: Trace) -> list[str]:
 def _refused(_: Callable[..., Any], **options: Any) -> NoReturn:
     """Raise an error for a new variable, as a ``tf.function`` does: each trace would have its own variables."""
     raise ValueError(
-        f"a `smp.step` function makes the variable `{options.get('name') or 'without a name'}` when it is traced "
+        f"a `smp.step` function creates the variable `{options.get('name') or 'without a name'}` when it is traced "
         "again: as in a `tf.function`, variables are made in the first call only, or outside"
     )
 

@@ -101,7 +101,7 @@ def read_safetensors(file: Path, is_deferred: bool = True) -> dict[str, torch.Te
         try:
             names = set(json.loads(file.read_text())["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise SMPCheckpointError(f"`{file}` is no index of safetensors files: {error!r}") from error
+            raise SMPCheckpointError(f"`{file}` is not an index of safetensors files: {error!r}") from error
         files = [file.with_name(name) for name in sorted(names)]
     found: dict[str, torch.Tensor] = {}
     for each in files:

@@ -116,7 +116,7 @@ class CheckpointManager:
         model = _model()
         if not model.is_partitioned:
             raise SMPUsageError(
-                "the model is divided in the first call of a `smp.step` function; before, there is nothing to save"
+                "the model is partitioned in the first call of a `smp.step` function; there is nothing to save before"
             )
         name = f"step-{step}" if tag is None else tag
         self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
@@ -156,7 +156,7 @@ class CheckpointManager:
         """Wait for the running save; all ranks call it.
 
         Raises:
-            SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+            SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
         """
         self._saver.wait()
 
@@ -168,12 +168,12 @@ class CheckpointManager:
         """
         self.wait()
 
-        def look() -> str | None:
+        def find_newest() -> str | None:
             with errors.translated(_CLASSES):
                 return _core.checkpoint_newest(self.path)
 
         what = f"the checkpoints in `{self.path}` could not be listed"
-        return raise_on_all_ranks(look, CommGroup.WORLD, what, lambda newest: newest)
+        return raise_on_all_ranks(find_newest, CommGroup.WORLD, what, lambda newest: newest)
 
     def load(
         self,
@@ -206,7 +206,7 @@ class CheckpointManager:
         model = _model()
         what = f"the checkpoint {'' if tag is None else f'{tag!r} '}in `{self.path}` could not be loaded"
 
-        def look() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
+        def open_checkpoint() -> tuple[Any, Any, dict[str, tuple[str, list[int]]], Any]:
             with errors.translated(_CLASSES):
                 reader = _core.CheckpointReader(self.path, tag)
                 if reader.kind != "sharded":
@@ -219,7 +219,7 @@ class CheckpointManager:
             return reader, layout, found, json_codec.decode(user, lambda name: self._read(reader, found, [name])[name])
 
         reader, layout, found, user = raise_on_all_ranks(
-            look, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
+            open_checkpoint, CommGroup.WORLD, what, lambda seen: (seen[0].tag, seen[0].step)
         )
         if not model.is_partitioned and layout.get("pp") == len(state.groups.members["pp"]):
             model._set_assignment(layout["assignment"])
@@ -428,7 +428,7 @@ class CheckpointManager:
         copies, owned, waits = {}, set(), False
         for name, tensor in tensors.items():
             if tensor.dtype not in _ELEMENTS:
-                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint does not take")
+                raise SMPCheckpointError(f"`{name}` is of {tensor.dtype}, which a checkpoint cannot store")
             if tensor.device.type == "cpu":
                 copies[name] = tensor.contiguous()
                 if copies[name] is not tensor and copies[name].data_ptr() != tensor.data_ptr():

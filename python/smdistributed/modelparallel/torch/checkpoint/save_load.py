@@ -131,9 +131,9 @@ def save_checkpoint(
         format: ``"torch"``, or ``"sharded"`` for that of :class:`CheckpointManager`, at ``path/{tag}``.
 
     Raises:
-        SMPCheckpointError: It could not be written, here or on another rank; ``tag`` is not a valid name; or the path
-        is in use by something that is not a checkpoint of the same kind, which then stays unchanged. Raised on all
-        ranks.
+        SMPCheckpointError: The checkpoint could not be written, here or on another rank; ``tag`` is not a valid name;
+        or the path is in use by something that is not a checkpoint of the same kind, which then stays unchanged.
+        Raised on all ranks.
     """
     if format not in ("torch", "sharded"):
         raise SMPValidationError(f"`format` is {format!r}: expected 'torch' or 'sharded'")
@@ -223,7 +223,7 @@ def _save_files(root: Path, tag: str, kind: str, write: Callable[[Path], list[st
         keep: Number of checkpoints of this kind to keep; ``None`` for all.
 
     Raises:
-        SMPCheckpointError: It could not be written, here or on another rank; raised on all ranks.
+        SMPCheckpointError: The checkpoint could not be written, here or on another rank; raised on all ranks.
     """
     rank, world = state.groups.rank, state.groups.topology.size
     what = f"checkpoint {tag!r} could not be written to `{root}`"
@@ -411,13 +411,13 @@ def _resume_partial(
     what: str,
     read_content: Callable[[Path], Any],
 ) -> Any:
-    def look() -> tuple[Any, Any]:
+    def read_files() -> tuple[Any, Any]:
         _check_files(folder, ["partition.pt", "user_content.pt"])
         saved = None if model is None else torch_files.get(folder / "partition.pt")
         content = folder / "user_content.pt"
         return saved, read_content(content) if content.exists() else {}
 
-    saved, content = raise_on_all_ranks(look, CommGroup.WORLD, what)
+    saved, content = raise_on_all_ranks(read_files, CommGroup.WORLD, what)
     if model is None:
         return content
     alike = saved["partitions"] == len(state.groups.members["pp"])
@@ -622,12 +622,12 @@ def _rank_info(replica: bool) -> str:
 
 
 def _next_step(root: Path) -> int:
-    def look() -> int:
+    def find_next() -> int:
         with errors.translated(_CLASSES):
             found = _core.checkpoint_list(os.fspath(root)) if root.is_dir() else []
         return found[-1][0] + 1 if found else 0
 
     # All ranks list the checkpoints before any of them saves.
     return raise_on_all_ranks(
-        look, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed", lambda step: step
+        find_next, CommGroup.WORLD, f"the checkpoints in `{root}` could not be listed", lambda step: step
     )

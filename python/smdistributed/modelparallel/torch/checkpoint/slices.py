@@ -134,7 +134,7 @@ def is_like(value: Any, shape: Sequence[int], name: str) -> bool:
     if tuple(value.shape) != tuple(shape):
         raise SMPCheckpointError(
             f"the optimizer's `{name}` has the shape {list(value.shape)}, and its parameter, which is divided over "
-            f"tensor-parallel ranks, {list(shape)}: states of other shapes cannot be put together"
+            f"tensor-parallel ranks, {list(shape)}: states of other shapes cannot be merged"
         )
     return True
 

@@ -58,8 +58,9 @@ def _refuse_own_ways(path: str, module: nn.Module) -> None:
     ways += ["a hook" for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.")]
     if ways:
         raise SMPUnsupportedError(
-            f"`{path or type(module).__name__}` makes its state in its own way ({ways[0]}), and the states of a "
-            "`smp.DistributedModel` hold parameters, buffers and what `get_extra_state` returns: return it there"
+            f"`{path or type(module).__name__}` overrides how its state is made ({ways[0]}). The states of a "
+            "`smp.DistributedModel` contain parameters, buffers and results of `get_extra_state` only: return "
+            "other state there"
         )
 
 

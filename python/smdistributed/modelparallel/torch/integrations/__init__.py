@@ -1,4 +1,4 @@
-"""What lets other libraries train with model parallelism, and scripts that use other packages run with this one."""
+"""Support for other libraries: their training loops, and their modules that scripts import."""
 
 from smdistributed.modelparallel.torch.integrations import apex as _apex
 from smdistributed.modelparallel.torch.integrations.trainer import enable_trainer

@@ -74,7 +74,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the stand-ins, after all other finders."""
+    """Finds the replacements, after all other finders."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         del path, target
@@ -89,7 +89,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _attribute(module: str, name: str) -> Any:
     if name not in _MODULES[module]:
-        raise AttributeError(f"Apex is not installed, and its stand-in `{module}` has no `{name}`")
+        raise AttributeError(f"Apex is not installed, and its replacement `{module}` has no `{name}`")
     _warn()
     return _MODULES[module][name]
 
@@ -102,6 +102,6 @@ def _warn() -> None:
 
 
 def install() -> None:
-    """Make the stand-ins importable."""
+    """Make the replacements importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

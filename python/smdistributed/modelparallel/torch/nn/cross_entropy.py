@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, be
         logits: ``[tokens, local vocabulary]``, group region; columns from ``end - begin`` on are padding.
         targets: ``[tokens]``, token ids in the whole vocabulary; for a negative id the loss is undefined.
         begin: The first id of this rank's slice.
-        end: One past the last id.
+        end: The last id plus 1.
 
     Returns:
         ``[tokens]``, the same on all ranks.

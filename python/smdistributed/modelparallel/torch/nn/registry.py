@@ -29,7 +29,7 @@ _ARGUMENTS = "_smp_arguments"
 
 @dataclass(frozen=True)
 class Registration:
-    """How modules of one class are replaced.
+    """The replacement of the modules of one class.
 
     Attributes:
         dist_module: The class of the replacement.
@@ -161,7 +161,7 @@ def tp_register_with_module(
         SMPValidationError: A class is not a class of modules.
     """
     if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
-        raise SMPValidationError(f"`{module_cls!r}` is no class of modules")
+        raise SMPValidationError(f"`{module_cls!r}` is not a class of modules")
     if not (isinstance(dist_module, type) and issubclass(dist_module, DistributedModule)):
         raise SMPValidationError(f"`{dist_module!r}` does not inherit from `smp.nn.DistributedModule`")
     _keep_arguments(module_cls)

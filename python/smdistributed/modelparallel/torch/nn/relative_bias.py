@@ -14,7 +14,7 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule, check
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """How distances are divided into buckets.
+    """The division of distances into buckets.
 
     Attributes:
         num_buckets: Number of buckets. Half of them are for one distance each, and the others for ranges that grow

@@ -164,7 +164,7 @@ def _make(
         elif name in OPTION_NAMES and "options" in signature.parameters:
             options[name] = value
         elif name in _WITHOUT_EFFECT or name in OPTION_NAMES:
-            _warn_without_effect(name, _WITHOUT_EFFECT.get(name, f"{kind.__name__} has no such part"))
+            _warn_without_effect(name, _WITHOUT_EFFECT.get(name, f"{kind.__name__} has no module that uses it"))
         elif name == "distribute_embedding":
             _warn_without_effect(name, "embeddings of distributed transformers are always divided")
         elif not _is_argument_of_any(name):

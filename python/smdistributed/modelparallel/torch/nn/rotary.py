@@ -64,7 +64,7 @@ class Rotary:
             if like.is_cuda:
                 # Another stream may use them next.
                 torch.cuda.current_stream(like.device).synchronize()
-            while len(_TABLES) >= _MOST_TABLES:
+            while len(_TABLES) >= _MAX_TABLES:
                 del _TABLES[next(iter(_TABLES))]
         _TABLES[key] = found
         return found
@@ -128,4 +128,4 @@ def _exchanged(features: torch.Tensor, interleaved: bool) -> torch.Tensor:
 #: Cosines and sines of positions 0, 1, ..., the most recently used ones last.
 _TABLES: dict[tuple[Rotary, int, torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 #: Enough for a model that is trained and evaluated at a few lengths.
-_MOST_TABLES = 8
+_MAX_TABLES = 8

@@ -103,7 +103,8 @@ def _automatic(
             tree = cost_trace.trace(module, args, kwargs, measure_times=measure_times)
         except cost_trace.TraceError as error:
             warnings.warn(
-                f"the model could not be traced, so that its partition goes by parameters alone: {error}", stacklevel=2
+                f"the model could not be traced, so it is partitioned by the sizes of parameters alone: {error}",
+                stacklevel=2,
             )
     tree = tree or cost_trace.structure(module)
     tree.place_ties()

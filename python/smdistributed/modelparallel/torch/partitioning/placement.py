@@ -60,7 +60,7 @@ def set_partition(module: nn.Module, index: int) -> None:
         SMPPartitionError: There is no such partition, or the model has been partitioned already.
     """
     if state.model is not None and state.model.is_partitioned and state.cfg.pipeline_parallel_degree > 1:
-        raise SMPPartitionError("the model is divided already: partitions are set before the first step")
+        raise SMPPartitionError("the model is already partitioned: set partitions before the first step")
     module.__dict__[_SET_TO] = _checked(index)
 
 

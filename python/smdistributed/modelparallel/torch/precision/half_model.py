@@ -52,7 +52,7 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
 
 
 def halve_distributed_modules(root: nn.Module) -> None:
-    """Give the modules that tensor parallelism divides float16 parameters, for the key ``fp16_params``.
+    """Convert the parameters of tensor-parallel modules to float16, for the key ``fp16_params``.
 
     Inputs of the outermost ones are cast to float16, and outputs to float32. There are no master weights.
     """
@@ -63,7 +63,7 @@ def halve_distributed_modules(root: nn.Module) -> None:
             outermost.append(module)
             inside |= {id(each) for each in module.modules()}
     if not outermost:
-        warnings.warn("`fp16_params` changes nothing: the model has no distributed modules", stacklevel=3)
+        warnings.warn("`fp16_params` has no effect: the model has no distributed modules", stacklevel=3)
     for module in outermost:
         cast_module(module, torch.float16)
         module.register_forward_pre_hook(_to_half, with_kwargs=True)

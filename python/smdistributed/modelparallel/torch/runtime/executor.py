@@ -342,7 +342,7 @@ class Executor:
             result = task.call(*args, **kwargs)
             template, outputs, effects = describe_result(result, watch)
             mutated = tuple(at for at, version in versions.items() if version_of(replicated[at]) != version)
-            # What autograd has saved is not known, so all may be.
+            # It is not known which tensors autograd has saved, so all of them are listed.
             saved = tuple(range(-len(outputs), place + 1)) if task.context.grad else ()
             metas, aliases = tuple(map(TensorMeta.of, outputs)), (None,) * len(outputs)
             spec = OutputSpec(template, metas, mutated, aliases, effects=effects, saved=saved)

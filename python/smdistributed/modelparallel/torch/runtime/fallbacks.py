@@ -1,4 +1,4 @@
-"""Calls that leave the pipeline: one rank runs the call while all others wait for it.
+"""Synchronous calls: calls that cannot be pipelined. One rank runs the call while all others wait for it.
 
 Each is counted, with a warning the first time. With ``SMD_STRICT_PIPELINE``, it is an error.
 """
@@ -25,10 +25,10 @@ Kind = Literal["run", "read"]
 
 
 class Fallbacks:
-    """The calls of a model that left the pipeline.
+    """The synchronous calls of a model.
 
     Attributes:
-        counts: How many calls left the pipeline, by what was called and why.
+        counts: Number of synchronous calls, by what was called and the reason.
     """
 
     def __init__(self) -> None:
@@ -36,27 +36,27 @@ class Fallbacks:
         self._strict = _is_strict()
 
     def note(self, kind: Kind, what: str, partition: int, reason: str) -> None:
-        """Count a call that is about to leave the pipeline.
+        """Count a synchronous call that is about to run.
 
         Args:
             kind: The kind of the call.
             what: The module's path, or the operation's name and the line of the script that calls it.
             partition: The partition that runs it.
-            reason: Why it leaves the pipeline.
+            reason: Why it cannot be pipelined.
 
         Raises:
             SMPUsageError: ``SMD_STRICT_PIPELINE`` is 1.
         """
         if kind == "read":
             text = (
-                f"the body of the step reads values of tensors: {what}. Each microbatch waits there for all that it "
-                "has called so far, so "
-                "the pipeline runs empty; return the tensor from the body instead, and look at it after the step"
+                f"the body of the step reads values of tensors: {what}. Each microbatch waits there for all calls "
+                "before the read, so "
+                "the pipeline runs empty; return the tensor from the body instead, and read it after the step"
             )
         else:
             text = (
-                f"`{what}` on partition {partition} leaves the pipeline: {reason}. Its microbatch is run up to here "
-                "on all ranks, which wait for its outputs"
+                f"`{what}` on partition {partition} cannot be pipelined: {reason}. All ranks run its microbatch up to "
+                "this call and wait for its outputs"
             )
         if self._strict:
             raise SMPUsageError(f"{text} (SMD_STRICT_PIPELINE=1)")

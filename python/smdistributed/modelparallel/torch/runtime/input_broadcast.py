@@ -204,17 +204,17 @@ def broadcast_arguments(
     _warn_of_own_tensors(passed.own)
     rng_state = state.require_model().rng_state
     generators = rng_state.states()
-    everybody = _compared(failure is not None, passed.header, generators, list(compared))
-    if everybody[0][0]:
+    gathered = _compared(failure is not None, passed.header, generators, list(compared))
+    if gathered[0][0]:
         text = communication.allgather(f"{type(failure).__name__}: {failure}", CommGroup.PP_GROUP)[0]
         if failure is not None:
             raise failure
         raise SMPUsageError(f"the first rank of this pipeline cannot pass its arguments to the step: {text}")
-    rng_state.follow_first(generators, all(each[3:5] == everybody[0][3:5] for each in everybody))
-    are_equal = all(each[5:] == everybody[0][5:] for each in everybody)
+    rng_state.follow_first(generators, all(each[3:5] == gathered[0][3:5] for each in gathered))
+    are_equal = all(each[5:] == gathered[0][5:] for each in gathered)
     header = passed.header
     own = passed.own
-    if any(each[:3] != everybody[0][:3] for each in everybody):
+    if any(each[:3] != gathered[0][:3] for each in gathered):
         header = _sent_header(passed.header)
         own = _completed(header, passed)
     memory = _sent_memory(header, passed.memory if is_first else None)
@@ -237,9 +237,9 @@ def _compared(has_failed: bool, *contents: Any) -> list[list[int]]:
         digest = hashlib.blake2b(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
         numbers += [int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:])]
     size = len(state.groups.members["pp"])
-    everybody = torch.empty(size * len(numbers), dtype=torch.int64, device="cpu")
-    dist.all_gather_into_tensor(everybody, torch.tensor(numbers, device="cpu"), state.groups.pp_group)
-    return everybody.view(size, -1).tolist()
+    gathered = torch.empty(size * len(numbers), dtype=torch.int64, device="cpu")
+    dist.all_gather_into_tensor(gathered, torch.tensor(numbers, device="cpu"), state.groups.pp_group)
+    return gathered.view(size, -1).tolist()
 
 
 def _sent_header(header: _Header) -> _Header:

@@ -194,10 +194,10 @@ class OverlappedRun:
         """Return whether a microbatch is recorded, and equal on all ranks."""
         if index >= len(self._microbatches):
             return False
-        everybody = self._comparisons.popleft().wait()
+        gathered = self._comparisons.popleft().wait()
         self._num_compared += 1
         expected = self._expectation.numbers()
-        if all(numbers == expected for numbers in everybody):
+        if all(numbers == expected for numbers in gathered):
             # Marked only now, because a recording whose tensors others use cannot be reordered (SAME-2).
             self._microbatches[index].recording.retained.keep_living()
             return True

@@ -73,7 +73,7 @@ class Pipeline:
         self.stale_storages = StaleStorages()
         #: Attributes of the modules that run in tasks.
         self.module_state = self._state_of_modules(root)
-        #: Calls that left the pipeline.
+        #: Synchronous calls.
         self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
@@ -155,7 +155,8 @@ class Pipeline:
         for path, module in self.root.named_modules():
             if id(module) not in self.paths:
                 raise SMPUsageError(
-                    f"the module `{path}`, a {type(module).__name__}, was added after the model was divided: it is on "
+                    f"the module `{path}`, a {type(module).__name__}, was added after the model was "
+                    "partitioned: it is on "
                     "no partition"
                 )
         self._contents = contents
@@ -212,13 +213,13 @@ class Pipeline:
             spec = dataclasses.replace(self._unknown[0], draws=drawn)
         active.recording = None
         try:
-            told = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
+            owner_spec = communication.allgather(spec, CommGroup.PP_GROUP)[task.rank]
         finally:
             active.recording = recording
         # The device's index may differ on this rank.
         own = self._device
-        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in told.metas]
-        return dataclasses.replace(told, metas=tuple(metas))
+        metas = [meta._replace(device=own) if meta.device.type == own.type else meta for meta in owner_spec.metas]
+        return dataclasses.replace(owner_spec, metas=tuple(metas))
 
     def adopt(self, recording: Recording, task: Task) -> None:
         """Add the outputs of such a task to the recording as values."""
@@ -367,12 +368,12 @@ class Pipeline:
         if self._are_alike(recordings, phase):
             return
         contents = [task_order.content_digests(self, recording) for recording in recordings]
-        everybody = communication.allgather((phase, contents), CommGroup.PP_GROUP)
+        gathered = communication.allgather((phase, contents), CommGroup.PP_GROUP)
         is_reordered = False
-        if all(other[0] == phase and len(other[1]) == len(contents) for other in everybody):
+        if all(other[0] == phase and len(other[1]) == len(contents) for other in gathered):
             found = [
-                [task_order.places(own, first) for own, first in zip(other[1], everybody[0][1], strict=True)]
-                for other in everybody
+                [task_order.places(own, first) for own, first in zip(other[1], gathered[0][1], strict=True)]
+                for other in gathered
             ]
             is_reordered = not any(None in orders for orders in found)
             if is_reordered:
@@ -391,7 +392,7 @@ class Pipeline:
         texts = [[str(task) for task in recording.tasks] + [_ending(recording)] for recording in recordings]
         story = communication.allgather((phase, texts), CommGroup.PP_GROUP)
         text = _difference(story)
-        if not is_reordered and all(_same_calls(other[1], everybody[0][1]) for other in everybody):
+        if not is_reordered and all(_same_calls(other[1], gathered[0][1]) for other in gathered):
             text += (
                 ". The ranks make the same calls in different orders, and some of these draw random numbers or "
                 "change something: Python orders sets of strings differently in each process, so iterate over a "
@@ -405,8 +406,8 @@ class Pipeline:
         digest = 0
         for recording in recordings:
             digest = (digest * 31 + recording.digest) & 0x7FFF_FFFF_FFFF_FFFF
-        everybody = self.transfers.compare([phase, counts, digest])
-        return all(other == everybody[0] for other in everybody)
+        gathered = self.transfers.compare([phase, counts, digest])
+        return all(other == gathered[0] for other in gathered)
 
     def run(
         self,

@@ -29,9 +29,9 @@ class Program(NamedTuple):
     reach: tuple[int, ...]
 
     @classmethod
-    def of(cls, rank: int, everybody: Sequence[Sequence[Action]], microbatches: int) -> Program:
+    def of(cls, rank: int, all_actions: Sequence[Sequence[Action]], microbatches: int) -> Program:
         """Return the part of ``rank``, given the actions of all ranks."""
-        places = [0] * len(everybody)
+        places = [0] * len(all_actions)
         sent: set[Action] = set()
 
         def runs(action: Action, limit: int) -> bool:
@@ -46,14 +46,14 @@ class Program(NamedTuple):
             advanced = True
             while advanced:
                 advanced = False
-                for each, actions in enumerate(everybody):
+                for each, actions in enumerate(all_actions):
                     while places[each] < len(actions) and runs(actions[places[each]], limit):
                         if actions[places[each]][0] in ("SF", "SB"):
                             sent.add(actions[places[each]])
                         places[each] += 1
                         advanced = True
             reach.append(places[rank])
-        return cls(tuple(everybody[rank]), tuple(reach))
+        return cls(tuple(all_actions[rank]), tuple(reach))
 
 
 class ProgramRun:
@@ -115,7 +115,7 @@ class ProgramRun:
             self.place += 1
 
     def grant(self, grant: Callable[[int], bool], microbatches: int) -> None:
-        """Ask for the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
+        """Request the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
         while self._granted < microbatches and grant(self._granted):
             self._granted += 1
 

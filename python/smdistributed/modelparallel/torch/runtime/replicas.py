@@ -58,11 +58,11 @@ class Replicas:
             self._reducer = ShardReducer(passes)
         elif group is not None:
             self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
+        self._has_rdp_group = rdp_group is not group
         #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
-        self._is_divided = rdp_group is not group
         self._rdp_reducer: GradientReducer | None = None
         # Reducers of sharded gradients store the group of each parameter.
-        if self._is_divided and rdp_group is not None and not isinstance(self._reducer, ShardReducer):
+        if self._has_rdp_group and rdp_group is not None and not isinstance(self._reducer, ShardReducer):
             self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes)
         self.join_context: Join | None = None
 
@@ -80,14 +80,14 @@ class Replicas:
         """Register the only communication hook; see ``DistributedModel.register_comm_hook``."""
         if isinstance(self._reducer, ShardReducer):
             raise SMPUnsupportedError(
-                "`register_comm_hook()` does not go with sharded states: gradients are reduced to shards"
+                "`register_comm_hook()` cannot be combined with sharded states: gradients are reduced to shards"
             )
         if self._reducer is None or not self._overlapping:
             raise SMPUsageError(
                 "`register_comm_hook()` needs the configuration's `ddp: true`, replicas, and "
                 "`overlapping_allreduce=True`"
             )
-        if self._is_divided:
+        if self._has_rdp_group:
             raise SMPUnsupportedError(
                 "`register_comm_hook()` with `tensor_parallel_degree` above 1: gradients are averaged over two groups, "
                 "and a hook knows one"

@@ -109,7 +109,7 @@ class _Stream:
         draw = Draw(self._generator, wanted, is_sure)
         first = self._first.setdefault(rank, draw)
         if wanted is not None and first.begin is None:
-            # The stage of this task may run before that of the first one, which then could not go on with the stream.
+            # The stage of this task may run before the first one's, which then could not continue with the stream.
             first.begin = self._own
         return draw
 

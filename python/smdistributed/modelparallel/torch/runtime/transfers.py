@@ -137,33 +137,33 @@ class Transfers:
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the pipeline, in their order."""
         mine = torch.tensor(numbers, device="cpu")
-        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
-        dist.all_gather_into_tensor(everybody, mine, self._group)
-        return everybody.view(len(self._members), -1).tolist()
+        gathered = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
+        dist.all_gather_into_tensor(gathered, mine, self._group)
+        return gathered.view(len(self._members), -1).tolist()
 
     def begin_comparison(self, numbers: Sequence[int]) -> Comparison:
         """Do the same in parallel with other transfers; return at once."""
         if self._beside is None:
             self._beside = dist.new_group(self._members)
         mine = torch.tensor(numbers, device="cpu")
-        everybody = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
-        work = dist.all_gather_into_tensor(everybody, mine, self._beside, async_op=True)
+        gathered = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
+        work = dist.all_gather_into_tensor(gathered, mine, self._beside, async_op=True)
         assert work is not None
-        return Comparison(mine, everybody, len(self._members), work)
+        return Comparison(mine, gathered, len(self._members), work)
 
 
 class Comparison:
     """A running exchange of numbers between all ranks of a pipeline."""
 
-    __slots__ = ("_everybody", "_mine", "_ranks", "_work")
+    __slots__ = ("_gathered", "_mine", "_ranks", "_work")
 
-    def __init__(self, mine: torch.Tensor, everybody: torch.Tensor, ranks: int, work: dist.Work) -> None:
-        self._mine, self._everybody, self._ranks, self._work = mine, everybody, ranks, work
+    def __init__(self, mine: torch.Tensor, gathered: torch.Tensor, ranks: int, work: dist.Work) -> None:
+        self._mine, self._gathered, self._ranks, self._work = mine, gathered, ranks, work
 
     def wait(self) -> list[list[int]]:
         """Return the numbers, in the order of the ranks."""
         self._work.wait()
-        return self._everybody.view(self._ranks, -1).tolist()
+        return self._gathered.view(self._ranks, -1).tolist()
 
 
 class PendingReceive:

@@ -53,7 +53,7 @@ def shard_model(
                     rows.setdefault(roots[module], []).append(id(parameter))
                 slots.setdefault(id(parameter), []).append((module, name))
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    divided, of_slices = set(shards(root)), reduced_over_rdp(root)
+    sliced, over_rdp = set(shards(root)), reduced_over_rdp(root)
     owner = {each: unit_root for unit_root, row in rows.items() for each in row}
     # Otherwise the partition is on its device already.
     replaced: Replaced = {} if is_pipelined else materialize.move_buffers(root, device)
@@ -65,18 +65,18 @@ def shard_model(
             module, name = slots[each][0]
             parameter = module._parameters[name]
             assert parameter is not None
-            holders = slice_groups if each in divided else groups
+            holders = slice_groups if each in sliced else groups
             if holders.data is not None:
                 with errors.translated(CLASSES):
                     materialize.broadcast([parameter], holders.data, holders.source)
-            is_slice = each in of_slices
-            degree = slice_groups.degree if is_slice else groups.degree
+            is_over_rdp = each in over_rdp
+            degree = slice_groups.degree if is_over_rdp else groups.degree
             if degree == 1 or parameter.numel() < max(1, cfg.sdp_param_persistence_threshold):
-                sharded.add_replicated(names[each], parameter, is_slice)
+                sharded.add_replicated(names[each], parameter, is_over_rdp)
             else:
-                kinds.setdefault((parameter.dtype, is_slice), []).append((each, parameter))
-        for (_, is_slice), kind in kinds.items():
-            own = slice_groups if is_slice else groups
+                kinds.setdefault((parameter.dtype, is_over_rdp), []).append((each, parameter))
+        for (_, is_over_rdp), kind in kinds.items():
+            own = slice_groups if is_over_rdp else groups
             unit = sharded.add_unit(
                 [ShardedParameter(names[key], each, slots[key], own.degree, own.rank) for key, each in kind], own
             )
@@ -92,26 +92,26 @@ def shard_model(
     return sharded, replaced
 
 
-def _unit_roots(root: nn.Module, largest: int) -> dict[nn.Module, nn.Module]:
+def _unit_roots(root: nn.Module, max_elems: int) -> dict[nn.Module, nn.Module]:
     """Return for each module the module with which its parameters are gathered.
 
     Args:
         root: The model.
-        largest: A layer with more elements is divided further, if it contains layers.
+        max_elems: A layer with more elements is divided further, if it contains layers.
     """
     found: dict[nn.Module, nn.Module] = {}
-    for chosen in _layers(root, largest):
+    for chosen in _layers(root, max_elems):
         for module in chosen.modules():
             found.setdefault(module, chosen)
     return {module: found.get(module, module) for module in root.modules()}
 
 
-def _layers(module: nn.Module, largest: int) -> Iterator[nn.Module]:
+def _layers(module: nn.Module, max_elems: int) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _elems(child) <= largest:
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _elems(child) <= max_elems:
             yield child
         else:
-            yield from _layers(child, largest)
+            yield from _layers(child, max_elems)
 
 
 def _elems(module: nn.Module) -> int:

@@ -49,12 +49,12 @@ class PipelineShards(ShardedModel):
 
     @torch.no_grad()
     def enter_step(self) -> None:
-        """Give modules the whole parameters, unless they have them."""
+        """Replace the modules' shards by the whole parameters, unless that has been done."""
         if self._is_entered:
             return
         self._is_entered = True
         with errors.translated(CLASSES):
-            # The next unit is gathered while this one is put together.
+            # The next unit is gathered while this one is assembled.
             for at, unit in enumerate(self.units):
                 for each in self.units[at : at + 2]:
                     each.begin_gather()
@@ -72,7 +72,7 @@ class PipelineShards(ShardedModel):
 
     @torch.no_grad()
     def leave_step(self) -> None:
-        """Give modules the shards, and free the whole parameters."""
+        """Replace the modules' whole parameters by the shards, and free the whole parameters."""
         if not self._is_entered:
             return
         self._is_entered = False

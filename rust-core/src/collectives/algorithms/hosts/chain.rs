@@ -16,8 +16,8 @@
 //!   result from its carry, which exists only after every span has added its values.
 //! - CHN-3: an owner touches the parts of a piece only after the piece was released ([`ChannelOwner::work`]), because
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
-//! - CHN-4: a member that is alone on its host uses no part where its values and the place of the result are known: it
-//!   sends the values from where they are, if they are a carry already, and receives the result where it wants it.
+//! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known.
+//!   It sends the values from their own memory, if they are a carry already, and receives the result in its output.
 //! - CHN-5: an owner that begins the chain of a piece has at most [`DEPTH`] pieces under way whose results it awaits.
 //!   The other owners have posted as many receives, so frames go to the memory of their receives.
 
@@ -30,7 +30,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::ports::PAYLOAD_BYTES;
-use crate::transport::{Message, MessagePause, NAP, Tag};
+use crate::transport::{Message, MessagePause, POLL_INTERVAL, Tag};
 
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
@@ -88,7 +88,7 @@ pub(super) struct Chain<'a> {
     pub(super) to_parts: bool,
 }
 
-/// What an owner receives piece by piece: the carry for one of its host's spans, or results.
+/// Messages that an owner receives piece by piece: the carry for one of its host's spans, or results.
 struct CarryStream {
     kind: ChainKind,
     /// The sender; none for the carry of the first span.
@@ -203,7 +203,7 @@ impl<'a> ChannelOwner<'a> {
                 continue;
             }
             self.group.wait.check(|| self.missing())?;
-            transport.doze(seen, NAP);
+            transport.wait_doorbell(seen, POLL_INTERVAL);
         }
     }
 
@@ -365,7 +365,7 @@ impl<'a> ChannelOwner<'a> {
         self.send_on(number);
     }
 
-    /// Where the result of a piece goes on this host: first where it arrives.
+    /// The destinations of a piece's result on this host; the first one is where it arrives.
     fn places(&self, piece: &ChainPiece) -> Vec<*mut u8> {
         let first = self.chain.place(piece, self.channel);
         let parts = self.chain.parts.iter().map(|part| part.wrapping_add(piece.start));

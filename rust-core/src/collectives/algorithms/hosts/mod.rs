@@ -65,8 +65,8 @@ impl Algorithm for Reduction {
                     })
                     .collect();
                 let chain = Chain { dtype: call.dtype, op: *op, parts: &parts, pieces: &pieces, to_parts: true };
-                // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All members
-                // of this host are between the arrival that compared their calls and the one below.
+                // SAFETY: the offsets were checked against the window, whose parts are mapped with that size. All
+                // members of this host are between the arrival that compared their calls and the one below.
                 if let Some(mut owner) = unsafe { ChannelOwner::new(&chain, group) } {
                     // SAFETY: as above.
                     unsafe { owner.work(pieces.len(), pieces.len())? };

@@ -167,29 +167,31 @@ impl Peers {
     /// # Safety
     /// As [`Peers::queue`].
     pub unsafe fn queue_chunks(&self, requests: &[Request], overlap: Overlap, stream: &Stream) -> Result<u32> {
-        let op = operation(requests)
-            .ok_or_else(|| Error::Internal("an operation that does not go in chunks was to go in them".into()))?;
-        let mut turn = self.turn.lock();
+        let op = operation(requests).ok_or_else(|| {
+            Error::Internal("an operation was passed to the chunked all-reduce that it does not support".into())
+        })?;
+        let mut state = self.state.lock();
         let tensors: Vec<ChunkTensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
-            unsafe { self.launch_chunks(&mut turn, tensors, op, overlap, stream)? };
+            unsafe { self.launch_chunks(&mut state, tensors, op, overlap, stream)? };
         }
-        Ok(turn.calls)
+        Ok(state.calls)
     }
 
     /// # Safety
     /// As [`Peers::queue`], for the tensors.
     unsafe fn launch_chunks(
         &self,
-        turn: &mut CallState,
+        state: &mut CallState,
         tensors: &[ChunkTensor],
         op: ReduceOp,
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let layout = ChunkLayout::of(self.size)
-            .ok_or_else(|| Error::Internal(format!("a group of {} was to go in chunks", self.size)))?;
+        let layout = ChunkLayout::of(self.size).ok_or_else(|| {
+            Error::Internal(format!("the chunked all-reduce does not support a group of {}", self.size))
+        })?;
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
         let (grid, rounds) = grid(chunks, overlap);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
@@ -202,10 +204,10 @@ impl Peers {
             tensors: [ChunkTensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
         };
         argument.tensors[..tensors.len()].copy_from_slice(tensors);
-        let kernel = turn.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
+        let kernel = state.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
         // SAFETY: the argument matches the kernel's declaration; the arenas live (PEER-8) and have slots, the rest is
         // the caller's promise.
-        unsafe { self.launch(turn, kernel, grid, rounds + layout.more_calls, &argument, stream) }
+        unsafe { self.launch(state, kernel, grid, rounds + layout.more_calls, &argument, stream) }
     }
 }
 

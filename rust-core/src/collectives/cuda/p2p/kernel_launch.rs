@@ -92,7 +92,7 @@ pub(super) fn block_bytes(bytes: usize, size: usize) -> usize {
     bytes / size / VECTOR * VECTOR
 }
 
-const _: () = assert!(MAX_RANKS <= THREADS as usize, "each peer has a thread that meets it");
+const _: () = assert!(MAX_RANKS <= THREADS as usize, "each peer has a thread that waits for it");
 
 #[cfg(test)]
 mod tests {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn one_shot_needs_room_for_everybody() {
+    fn one_shot_needs_room_for_the_input_of_each_member() {
         let (half, tuning) =
             (half_bytes(8 << 20, 4), KernelTuning { one_shot_bytes: usize::MAX, ..KernelTuning::usual(4, 8 << 20) });
         assert_eq!(KernelLaunch::all_reduce(4 << 20, 4, half, &tuning).entry, "one_shot");

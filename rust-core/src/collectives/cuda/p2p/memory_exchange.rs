@@ -27,7 +27,7 @@ pub fn read<T: serde::de::DeserializeOwned>(store: &dyn MemberStore, what: &str,
         .map_err(|error| Error::Internal(format!("`{what}` of member {member} cannot be read: {error}")))
 }
 
-/// What a member publishes about its device and memory.
+/// A member's device and memory, as the other members need them.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Offer {
     host: String,

@@ -95,7 +95,7 @@ pub struct Peers {
     arenas: [u64; MAX_RANKS],
     half_bytes: usize,
     tuning: Mutex<KernelTuning>,
-    turn: Mutex<CallState>,
+    state: Mutex<CallState>,
     /// Whether calls were captured in a CUDA graph, which may repeat them.
     captured: AtomicBool,
     /// Whether no member uses the arenas any more (PEER-8).
@@ -218,7 +218,7 @@ impl Peers {
         let others = (0..size).filter(|rank| *rank != me).zip(&shared.mapped);
         others.for_each(|(rank, memory)| arenas[rank] = memory.ptr());
         arenas[me] = shared.arena.ptr();
-        let turn = CallState { calls: 0, kernels, run: LastCall::new(context)?, captured: LastCall::new(context)? };
+        let state = CallState { calls: 0, kernels, run: LastCall::new(context)?, captured: LastCall::new(context)? };
         Ok(Some(Self {
             context,
             me,
@@ -229,7 +229,7 @@ impl Peers {
             arenas,
             half_bytes: half_bytes(shared.bytes, size),
             tuning: Mutex::new(KernelTuning::usual(size, shared.bytes)),
-            turn: Mutex::new(turn),
+            state: Mutex::new(state),
             captured: AtomicBool::new(false),
             unused: AtomicBool::new(false),
         }))
@@ -251,7 +251,7 @@ impl Peers {
     }
 
     /// Whether an all-reduce of `bytes` would run here with `tuning`: in one piece, or in chunks.
-    pub fn takes(&self, bytes: usize, tuning: &KernelTuning) -> bool {
+    pub fn supports(&self, bytes: usize, tuning: &KernelTuning) -> bool {
         if tuning.chunks_bytes <= bytes {
             return self.size == 2;
         }
@@ -286,62 +286,62 @@ impl Peers {
     /// The views are valid on this device, as the request demands, until the device has completed the operation.
     /// `stream` belongs to this device.
     pub unsafe fn queue(&self, request: &Request, stream: &Stream) -> Result<u32> {
-        let mut turn = self.turn.lock();
+        let mut state = self.state.lock();
         // SAFETY, for every call: the caller's promise.
         match request {
             Request::AllReduce { input, output, op } => {
                 // SAFETY: see above.
-                unsafe { self.reduce(&mut turn, input, Some(output), *op, ALL, stream)? };
+                unsafe { self.reduce(&mut state, input, Some(output), *op, ALL, stream)? };
             }
             Request::Reduce { input, output, op, root } => {
                 let output = (self.me == *root).then_some(output);
                 // SAFETY: see above.
-                unsafe { self.reduce(&mut turn, input, output, *op, *root as u64, stream)? };
+                unsafe { self.reduce(&mut state, input, output, *op, *root as u64, stream)? };
             }
             Request::ReduceScatter { inputs, output, op } if is_even(inputs) => {
                 // SAFETY: see above.
-                unsafe { self.reduce_scatter(&mut turn, inputs, output, *op, stream)? };
+                unsafe { self.reduce_scatter(&mut state, inputs, output, *op, stream)? };
             }
             Request::ReduceScatter { inputs, output, op } => {
                 for (root, input) in inputs.iter().enumerate() {
                     let output = (self.me == root).then_some(output);
                     // SAFETY: see above.
-                    unsafe { self.reduce(&mut turn, input, output, *op, root as u64, stream)? };
+                    unsafe { self.reduce(&mut state, input, output, *op, root as u64, stream)? };
                 }
             }
-            _ => return Err(Error::Internal("an operation that peers do not have was queued for them".into())),
+            _ => return Err(Error::Internal("an operation without a kernel for peers was queued for peers".into())),
         }
-        Ok(turn.calls)
+        Ok(state.calls)
     }
 
-    /// Reduces to `output`, if this member has one; `who` says which members do.
+    /// Reduces to `output`, if this member has one; `owner` is that member, or [`ALL`].
     ///
     /// # Safety
     /// As [`Peers::queue`].
     unsafe fn reduce(
         &self,
-        turn: &mut CallState,
+        state: &mut CallState,
         input: &TensorView,
         output: Option<&TensorView>,
         op: ReduceOp,
-        who: u64,
+        owner: u64,
         stream: &Stream,
     ) -> Result<()> {
         let (tuning, dtype) = (self.tuning(), input.dtype());
         for (start, elems) in pieces(input.elems(), self.piece_bytes() / dtype.size()) {
             let input = input.slice(start, elems);
             let argument = AllReduceArgument {
-                peers: self.argument(&[1, dtype as u64, op as u64, elems as u64, who]),
+                peers: self.argument(&[1, dtype as u64, op as u64, elems as u64, owner]),
                 input: input.ptr() as u64,
                 output: output.map_or(0, |output| output.slice(start, elems).ptr() as u64),
                 elems: elems as u64,
             };
             let KernelLaunch { entry, grid } =
                 KernelLaunch::all_reduce(input.bytes(), self.size, self.half_bytes, &tuning);
-            let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
+            let kernel = state.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the caller's
             // promise.
-            unsafe { self.launch(turn, kernel, grid, 1, &argument, stream)? };
+            unsafe { self.launch(state, kernel, grid, 1, &argument, stream)? };
         }
         Ok(())
     }
@@ -350,7 +350,7 @@ impl Peers {
     /// As [`Peers::queue`].
     unsafe fn reduce_scatter(
         &self,
-        turn: &mut CallState,
+        state: &mut CallState,
         inputs: &[TensorView],
         output: &TensorView,
         op: ReduceOp,
@@ -366,9 +366,9 @@ impl Peers {
                 elems: elems as u64,
             };
             let KernelLaunch { entry, grid } = KernelLaunch::reduce_scatter(output.bytes(), &tuning);
-            let kernel = turn.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
+            let kernel = state.kernel(entry, dtype, op, || kernel(self.context, entry, dtype, op, self.size))?;
             // SAFETY: as in `reduce`.
-            unsafe { self.launch(turn, kernel, grid, 1, &argument, stream)? };
+            unsafe { self.launch(state, kernel, grid, 1, &argument, stream)? };
         }
         Ok(())
     }
@@ -407,7 +407,7 @@ impl Peers {
     /// As [`Kernel::launch`].
     unsafe fn launch<T: Copy>(
         &self,
-        turn: &mut CallState,
+        state: &mut CallState,
         kernel: &Kernel,
         grid: Grid,
         calls: u32,
@@ -415,13 +415,13 @@ impl Peers {
         stream: &Stream,
     ) -> Result<()> {
         let capture = stream.capture()?;
-        turn.follow(stream, capture)?;
+        state.follow(stream, capture)?;
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(grid, argument, stream)? };
         if capture.is_some() {
             self.captured.store(true, Ordering::Relaxed);
         }
-        turn.note(stream, capture, calls)
+        state.note(stream, capture, calls)
     }
 }
 
@@ -430,7 +430,7 @@ impl Drop for Peers {
         if !*self.unused.get_mut() {
             return;
         }
-        // SAFETY: the value ends here, so the fields are not used again; nobody uses the memory any more (PEER-8).
+        // SAFETY: the value ends here, so the fields are not used again; no code uses the memory any more (PEER-8).
         unsafe {
             ManuallyDrop::drop(&mut self.mapped);
             ManuallyDrop::drop(&mut self.arena);

@@ -60,7 +60,7 @@ def _joined(state_dict: State) -> dict[str, Any]:
     return result
 
 
-def _divided(state_dict: State) -> dict[str, Any]:
+def _split_experts(state_dict: State) -> dict[str, Any]:
     """Return a state with the names of transformers 4."""
     result: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -90,7 +90,7 @@ def translate_state_dict_to_hf_mixtral(
         The state.
     """
     result = NAMES.to_hf(state_dict, max_seq_len)
-    return result if joins_experts else _divided(result)
+    return result if joins_experts else _split_experts(result)
 
 
 def translate_hf_state_dict_to_smdistributed_mixtral(state_dict: State) -> dict[str, Any]:

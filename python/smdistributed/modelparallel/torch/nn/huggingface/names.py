@@ -138,7 +138,7 @@ class NameTable:
                 weight = table[full]
                 result.update(zip(weight.ours, weight.split(tensor, heads), strict=True))
             elif not _BUFFERS.fullmatch(name):
-                raise SMPCheckpointError(f"`{name}` is no weight of this architecture")
+                raise SMPCheckpointError(f"`{name}` is not a weight of this architecture")
         head, words = "lm_head.weight", "embeddings.word_embedding.weight"
         if head not in result and words in result and any(head in weight.ours for weight in self.rest):
             # A tied weight, which the file contains once.
@@ -169,7 +169,7 @@ class NameTable:
                 result[weight.theirs] = weight.join([state_dict[name] for name in weight.ours], heads)
         unknown = sorted(set(state_dict) - used)
         if unknown:
-            raise SMPCheckpointError(f"`{unknown[0]}` is no weight of this architecture")
+            raise SMPCheckpointError(f"`{unknown[0]}` is not a weight of this architecture")
         if max_seq_len is not None and self.masks is not None:
             for index in range(count):
                 prefix = (self.base + self.layers).format(index) + self.masks

@@ -39,7 +39,7 @@ def _file() -> Path | None:
 
 
 def _agent() -> bytes:
-    """Return the process that starts the ranks of this host and outlives them.
+    """Return an id of the process that starts the ranks of this host and outlives them.
 
     It is the nearest ancestor that is not a part of a rank.
     """
@@ -47,7 +47,7 @@ def _agent() -> bytes:
     with contextlib.suppress(OSError):
         while b"\0TORCHELASTIC_RESTART_COUNT=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(_stat(pid)[1])
-    # Process ids are reused; together with the start time, one is unique.
+    # Process ids are reused, so the start time is added.
     return f"{pid} {_stat(pid)[19]}\n".encode()
 
 
@@ -56,8 +56,8 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-class Kept:
-    """The commits of a job; it does nothing where they need not be kept."""
+class CommitFiles:
+    """The commits of a job; without effect if no launcher would restart the processes."""
 
     def __init__(self) -> None:
         self._path = _file()
@@ -66,7 +66,7 @@ class Kept:
         self._number = 0
 
     def write(self, saved: Callable[[], Any]) -> None:
-        """Keep a commit.
+        """Write a commit.
 
         Args:
             saved: Returns the state that :meth:`read` returns.
@@ -84,7 +84,7 @@ class Kept:
         """Return the newest commit from before the restart, on all ranks.
 
         Args:
-            bcast_object: Gives all ranks an object of one rank.
+            bcast_object: Sends an object of one rank to all ranks.
 
         Returns:
             The state, or ``None`` if there is no commit.
@@ -107,7 +107,7 @@ class Kept:
             return None
         return bcast_object(own[1], root_rank=numbers.index(self._number))
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Remove the commits when the training is done."""
         if self._path is not None and self._writes:
             self._path.unlink(missing_ok=True)
