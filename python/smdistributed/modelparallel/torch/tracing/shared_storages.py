@@ -102,7 +102,10 @@ class SharedStorages:
     def lose_views_of_state(self, task: Task) -> None:
         """Invalidate the body's views of buffers or parameters that a called module writes to."""
         assert task.module is not None, "only a module has state"
-        for _, tensor in state_of(task.module, task.known_spec.written_state):
+        written = [tensor for _, tensor in state_of(task.module, task.known_spec.written_state)]
+        for tensor in list(written):
+            written += [other for other, _ in self._recording.pipeline.attribute_views.partners(tensor)]
+        for tensor in written:
             value = self._recording.located.get(id(tensor))
             if value is None or value.storage not in self._views:
                 continue
