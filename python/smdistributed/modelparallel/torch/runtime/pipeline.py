@@ -283,7 +283,8 @@ class Pipeline:
         if self.overlapped is not None:
             self.overlapped.complete()
         if recording.microbatch and recording.copy_on_write.has_backward:
-            refuse_parameter_writes(recording.tasks[recording.num_executed :])
+            before = (task for each in recording.earlier for task in each.tasks)
+            refuse_parameter_writes(recording.tasks[recording.num_executed :], before)
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):
