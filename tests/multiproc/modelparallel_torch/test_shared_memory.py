@@ -32,6 +32,9 @@ EQUAL = {
         _APART, f"{_VIEW}\nnet.a.eval()\nnet.a.running.fill_(0.5)", ["h = net.a(h)", "h = net.b(h) + net.b.offset"]
     ),
     "a call reads a view of a buffer that another call changes": _program(_TOGETHER, _VIEW, _TWISTED),
+    "a call reads a view of running statistics that another call changes": _program(
+        _TOGETHER, "net.b.offset = net.a.norm.running_mean[:]", _TWISTED, layers=_LAYERS | {"a": "Norm"}
+    ),
     "a call reads a buffer in a list, which another call changes": _program(
         _TOGETHER, "net.b.more[0] = net.a.running", _TWISTED
     ),
@@ -76,6 +79,12 @@ _MOVED = "on partition 1 changes `a.running`, to which `b.offset` of a module on
 _ONE = "modules that share parameters or buffers, or views of them, go to one partition"
 REFUSED = {
     "a call changes a buffer of which another partition has a view": (_program(_APART, _VIEW, _BOTH), _MOVED),
+    "a call changes running statistics of which another partition has a view": (
+        _program(
+            _APART, "net.b.offset = net.a.norm.running_mean[:]", _BOTH, layers=_LAYERS | {"a": "Norm"}
+        ),
+        "`a` on partition 1 changes `a.norm.running_mean`, to which `b.offset` of a module on another partition refers",
+    ),
     "a call changes a buffer that another partition has in an attribute": (
         _program(_APART, "net.b.offset = net.a.running", _BOTH), _MOVED,
     ),

@@ -126,7 +126,7 @@ def structure(module: nn.Module) -> Trace:
 
 
 def _ties_of_views(module: nn.Module, index: dict[nn.Module, int]) -> list[list[int]]:
-    """Return the modules that share memory of a parameter or buffer, but not as a tied tensor (SHM-1).
+    """Return the modules that share memory of a parameter or buffer, but not as a tied tensor (SHARE-1).
 
     An attribute of a module around the tensor's module is not a tie: if that module is split, its forward runs on all
     ranks.

@@ -123,7 +123,7 @@ class Placement:
         return any(place == path or place.startswith(f"{path}.") for place in self.assignment)
 
     def _let_light_modules_follow(self, root: nn.Module) -> bool:
-        """Assign modules without parameters and buffers to the partition of a tensor in their attributes (SHM-1)."""
+        """Assign modules without parameters and buffers to the partition of a tensor in their attributes (SHARE-1)."""
         paths = {id(module): path for path, module in root.named_modules()}
         found: dict[str, int] = {}
         for each in self.shared:
@@ -155,7 +155,7 @@ class Placement:
                 )
 
     def _check_shared(self) -> None:
-        """Check that shared memory is on one partition, unless the forward that uses it runs on all ranks (SHM-1)."""
+        """Check that shared memory is on one partition, unless the forward that uses it runs on all ranks (SHARE-1)."""
         for each in self.shared:
             home, other = self.of(each.owner), self.of(each.other)
             if home == other or not (each.is_registered or (each.is_strict and id(each.other) in self.in_tasks)):

@@ -2,10 +2,10 @@
 
 The place is an entry of a module's parameters or buffers, or a plain attribute, also in a list or an object there.
 
-- SHM-1: modules that run in tasks go to one partition if they have parameters or buffers with common memory, or if one
-  has a view of another one's parameter in an attribute. A module without parameters and buffers then follows the
+- SHARE-1: modules that run in tasks go to one partition if they have parameters or buffers with common memory, or if
+  one has a view of another one's parameter in an attribute. A module without parameters and buffers then follows the
   parameter's module.
-- SHM-2: attributes on other partitions may be views of a buffer, which often does not change: see
+- SHARE-2: attributes on other partitions may be views of a buffer, which often does not change: see
   ``tracing/attributes/attribute_views.py``.
 """
 
@@ -55,7 +55,7 @@ class SharedMemory(NamedTuple):
 
     @property
     def is_strict(self) -> bool:
-        """Return whether both modules must be on one partition, even if no step changes the tensor (SHM-1)."""
+        """Return whether both modules must be on one partition, even if no step changes the tensor (SHARE-1)."""
         return self.is_registered or isinstance(self.tensor, nn.Parameter)
 
     @property
@@ -125,7 +125,7 @@ def shares_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if (one.is_contiguous() and other.is_contiguous()) or one.itemsize != other.itemsize:
         return True
-    used = torch.zeros((end - begin) // one.itemsize, dtype=torch.bool)
+    used = torch.zeros((end - begin) // one.itemsize, dtype=torch.bool, device="cpu")
     places = [
         used.as_strided(each.shape, each.stride(), (part.begin - begin) // one.itemsize)
         for each, part in ((one, first), (other, second))

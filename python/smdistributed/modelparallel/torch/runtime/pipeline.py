@@ -148,7 +148,8 @@ class Pipeline:
     def refresh(self) -> None:
         """Update the values of parameters and buffers before a step."""
         self.stale_storages.forget_freed()
-        self.attribute_views.check_sent()
+        with reporting_failures():
+            self.attribute_views.check_sent()
         with torch._C.DisableTorchFunctionSubclass():
             contents = [
                 [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
