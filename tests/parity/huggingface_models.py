@@ -43,7 +43,7 @@ runs two steps of four microbatches with the schedules {schedules}.
 Losses, logits, gradients and parameters are compared with one process.
 
 - A figure is the largest difference, relative to the largest value of its tensor.
-- The last column names calls that left the pipeline, with the reason. No call did.
+- The last column names synchronous calls, with the reason. There is none.
   `SMD_STRICT_PIPELINE=1` makes such a call an error.
 - Dropout and other random choices have the probability 0, so that values can be compared.
 - Experts run as grouped products in float32, the default. They run one after the other in float64,
@@ -131,7 +131,7 @@ def _write_page(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         grouped.setdefault((row["model"], row["type"]), {})[row["partitions"]] = row
     lines = [
-        f"| model | type | {' | '.join(f'{count} partitions' for count in counts)} | left the pipeline, or remarks |",
+        f"| model | type | {' | '.join(f'{count} partitions' for count in counts)} | synchronous calls, or remarks |",
         "| -- | -- |" + " -- |" * (len(counts) + 1),
     ]
     for (model, dtype), found in grouped.items():

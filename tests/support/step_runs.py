@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 MICROBATCHES, ROWS, STEPS = 4, 3, 3
@@ -18,10 +20,38 @@ MICROBATCHES, ROWS, STEPS = 4, 3, 3
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-2}
 #: Largest magnitude of a valid program's tensors: beyond it, rounding hides errors.
 _LARGEST = 1e8
+#: How often checkpoints may call their functions in one step of a valid program, recomputations included.
+_MOST_CHECKPOINTED_CALLS = 2000
 
 
 class InvalidProgramError(Exception):
     """Plain PyTorch fails to run the program."""
+
+
+@contextlib.contextmanager
+def _checkpoints_limited() -> Iterator[None]:
+    """Return a context in which checkpoints raise after a number of calls of their functions.
+
+    A re-entrant checkpoint whose function reads a tensor that depends on the checkpoint's own result recomputes itself
+    without end in the backward: the recomputed graph contains the checkpoint.
+    """
+    original, count = torch.utils.checkpoint.checkpoint, 0
+
+    def limited(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(*inputs: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > _MOST_CHECKPOINTED_CALLS:
+                raise InvalidProgramError(f"more than {_MOST_CHECKPOINTED_CALLS} calls by checkpoints in one step")
+            return function(*inputs, **options)
+
+        return original(counted, *args, **kwargs)
+
+    torch.utils.checkpoint.checkpoint = limited
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.checkpoint = original
 
 
 class _Plain(nn.Module):
@@ -111,7 +141,8 @@ def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
             program["between"](module, keep, step)
             x, y = _batch(program, step)
             pieces = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-            results = [program["body"](model, keep, *piece) for piece in pieces]
+            with _checkpoints_limited():
+                results = [program["body"](model, keep, *piece) for piece in pieces]
             for place, result in enumerate(results):
                 outcome.add(f"result of microbatch {place} of step {step}", result)
             _note_module(outcome, step, module.named_parameters(), module.named_buffers())

@@ -345,6 +345,14 @@ EQUAL = {
     "an operation with a buffer is used after a call that changes the buffer": _program(
         2, {"a": "Momentum", "d": "Mode"}, _SHARING, ["t1 = net.a.running * 2", "h = net.d(net.a(h))", "h = net.a(h) + t1"],
     ),
+    "the body reads a buffer to which it and then a call have written": _program(
+        2, {"a": "Momentum", "d": "Mode"}, _SHARING,
+        ["net.a.running.add_(1)", "h = torch.tanh(net.d(net.a(h)))", "h = net.d(h) + net.a.running"],
+    ),
+    "the body reads running statistics to which it and then a call have written": _program(
+        2, {"a": "Norm", "d": "Mode"}, _SHARING,
+        ["net.a.norm.running_mean.add_(1)", "h = torch.tanh(net.d(net.a(h)))", "h = net.d(h) + net.a.norm.running_mean"],
+    ),
     "the body writes to a tensor that two modules have in attributes": _program(
         2, {"a": "Offset", "b": "Offset"}, _SHARING | {"b": 0}, ["h = net.b(h)", "net.a.offset.copy_(x.mean(0))", "h = h + net.a(y)"],
         prepare=["net.b.offset = net.a.offset"],
@@ -429,6 +437,17 @@ REFUSED = {
     "a view of a buffer that a call changes": (
         _program(2, {"a": "Momentum"}, _TWO, ["t1 = net.a.running[:2]", "t2 = net.a(h)", "h = h + t1.sum() + t2"]),
         "`a` on partition 1 changed `a.running` in place, and this tensor is a view of it",
+    ),
+    "a view of running statistics that a call changes": (
+        _program(2, {"a": "Norm"}, _TWO, ["t1 = net.a.norm.running_mean[:2]", "t2 = net.a(h)", "h = h + t1.sum() + t2"]),
+        "`a` on partition 1 changed `a.norm.running_mean` in place, and this tensor is a view of it",
+    ),
+    "a call changes running statistics that the backward of the microbatch before needs": (
+        _program(
+            2, {"a": "Norm", "d": "Mode"}, _SHARING,
+            ["h = net.d(net.a(h))", "net.a.eval()", "h = net.d(net.a(h)) * h.mean().item()", "net.a.train()"],
+        ),
+        "`a` changes the parameter `a.norm.running_mean` in place, and the `smp.step` function reads values",
     ),
     "a call on another partition changes the tensor that a module keeps": (
         _program(2, {"a": "Last", "b": "Writer"}, {"begin": 0, "a": 0, "b": 1}, ["t1 = net.a(h)", "t2 = net.b(t1)", "h = net.a(h) + t2"]),

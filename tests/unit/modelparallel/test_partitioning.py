@@ -18,7 +18,11 @@ from torch import nn  # noqa: E402
 
 from smdistributed import _core  # noqa: E402
 from smdistributed.modelparallel import partition_file  # noqa: E402
-from smdistributed.modelparallel.torch.partitioning import assignment, cost_trace  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning import assignment, cost_trace, shared_memory  # noqa: E402
+from smdistributed.modelparallel.torch.partitioning.materialize import (  # noqa: E402
+    delay_param_initialization,
+    settle,
+)
 
 
 def _config(partitions, **more):
@@ -389,6 +393,48 @@ def test_modules_that_share_a_parameter_are_on_one_partition(model, partitions, 
     assert tree.ties
     for tie in tree.ties:
         assert len({found[tree.modules[at].path] for at in tie}) == 1
+
+
+@pytest.mark.parametrize("share", ["parameters", "list", "view", "buffers"])
+def test_modules_that_share_memory_are_tied(share):
+    module = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(4)))
+    assert not cost_trace.structure(module).ties
+    one, other = module[0], module[2]
+    if share == "parameters":
+        other.weight = nn.Parameter(one.weight.data[:])
+    elif share == "list":
+        other.kept = [{"weight": one.weight}]
+    elif share == "view":
+        other.kept = one.weight.data[1:]
+    else:
+        other.running_mean = one.running_mean[:]
+    # The forward of the model itself runs on all ranks.
+    module.kept = list(module.parameters())
+    # Buffers often do not change.
+    module[3].kept = module[1].running_mean
+    assert cost_trace.structure(module).ties == [[1, 3]]
+
+
+def test_tensors_share_elements_or_only_a_storage():
+    whole = torch.zeros(4, 6)
+    left, right = whole[:, :3], whole[:, 3:]
+    assert not shared_memory.shares_elements(left, right)
+    assert shared_memory.shares_elements(left, whole[:, 2:])
+    assert shared_memory.shares_elements(left, whole)
+    assert not shared_memory.shares_elements(whole[:2], whole[2:])
+    assert shared_memory.shares_elements(whole.view(torch.int32)[:, 1], left)
+    assert not shared_memory.shares_elements(whole[:0], whole)
+
+
+def test_views_of_delayed_parameters_share_their_memory():
+    with delay_param_initialization():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        module[1].weight = nn.Parameter(module[0].weight[1:3])
+    shared = shared_memory.find(module)
+    assert [(each.path, each.other_path) for each in shared] == [("0.weight", "1.weight")]
+    settle(module, types.SimpleNamespace(of=lambda part: 0), 0, torch.device("cpu"), shared)
+    assert torch.equal(module[0].weight[1:3], module[1].weight)
+    assert shared_memory.shares_elements(module[0].weight, module[1].weight)
 
 
 def test_manual_partitions_and_partition_files(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from smdistributed.modelparallel.torch.tracing.attributes.attribute_views import AttributeViews  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.attributes.object_state import State  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages  # noqa: E402
@@ -35,7 +37,8 @@ def _modules(count: int) -> tuple[Any, list[Any], ModuleState]:
     for module in modules:
         module.config = configuration
     paths = {id(module): f"layers.{index}" for index, module in enumerate(modules)}
-    state = ModuleState(modules, paths, {id(module): index for index, module in enumerate(modules)}, [])
+    views = AttributeViews(types.SimpleNamespace(shared=[]), 0, StaleStorages())
+    state = ModuleState(modules, paths, {id(module): index for index, module in enumerate(modules)}, [], views)
     state.begin()
     return configuration, modules, state
 

@@ -229,6 +229,8 @@ def load_model(model: DistributedModel, found: Mapping[str, Any], strict: bool, 
     reports: list[_Report] = gather_on_host(
         lambda: _load_local(model, found, strict, same_partition_load), CommGroup.MP_GROUP, what=what
     )
+    if model.pipeline is not None:
+        model.pipeline.attribute_views.send_values()
     missing = _left([(report.missing_before, report.missing) for report in reports])
     unexpected = _left([(report.unexpected_before, report.unexpected) for report in reports])
     troubles = list(dict.fromkeys(trouble for report in reports for trouble in report.troubles))

@@ -20,7 +20,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from smdistributed import _core
-from smdistributed.modelparallel.torch.tracing.restored_tensors import RestoredTensors, written_by
+from smdistributed.modelparallel.torch.tracing.restored_tensors import (
+    RestoredTensors,
+    is_mutable,
+    statistics_written_by,
+    written_by,
+)
 
 _aten = torch.ops.aten
 
@@ -142,6 +147,8 @@ class Counter(TorchDispatchMode):
         self._parameters: set[int] = set()
         #: Storages to which operations write.
         self.written: set[int] = set()
+        #: Those that are running statistics. Autograd saves them, but the backward does not use them.
+        self.statistics: set[int] = set()
         #: The tensors to which they write that are not fake, such as those in attributes; ``None`` if not wanted.
         self.written_real: list[torch.Tensor] | None = None
         #: Storages of arguments, and of what operations compute from them or from parameters.
@@ -249,7 +256,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if is_mutable(func):
             self._restored.before(func, args, kwargs, self._is_own)
         out = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -257,9 +264,10 @@ class Counter(TorchDispatchMode):
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.draws.update(leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        if func._schema.is_mutable:
+        if is_mutable(func):
             changed = list(written_by(func, args, kwargs))
             self.written.update(map(self._key, changed))
+            self.statistics.update(map(self._key, statistics_written_by(func, args, kwargs)))
             if self.written_real is not None:
                 self.written_real += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
         if func._overloadpacket in _PROMOTED_OTHERWISE and len({tensor.dtype for tensor in operands}) > 1:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from smdistributed import _core
 from smdistributed.modelparallel.torch import pytree as structures
 from smdistributed.modelparallel.torch.nn.module import units
-from smdistributed.modelparallel.torch.partitioning import cost_model
+from smdistributed.modelparallel.torch.partitioning import cost_model, shared_memory
 from smdistributed.modelparallel.torch.runtime.generators import HostGenerators
 from smdistributed.modelparallel.torch.tracing import shape_probe
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
@@ -120,8 +120,27 @@ def structure(module: nn.Module) -> Trace:
                 modules[at].state_bytes += STATE_BYTES_PER_PARAMETER_BYTE * size * trained
             known.append(at)
     trace.ties = [sorted(set(known)) for known in owners.values() if len(set(known)) > 1]
+    trace.ties += _ties_of_views(module, index)
     trace.ties += [sorted(index[part] for part in unit) for unit in units(module) if len(unit) > 1]
     return trace
+
+
+def _ties_of_views(module: nn.Module, index: dict[nn.Module, int]) -> list[list[int]]:
+    """Return the modules that share memory of a parameter or buffer, but not as a tied tensor (SHARE-1).
+
+    An attribute of a module around the tensor's module is not a tie: if that module is split, its forward runs on all
+    ranks.
+    """
+    pairs = {
+        tuple(sorted((index[each.owner], index[each.other])))
+        for each in shared_memory.find(module)
+        if each.is_strict and not each.is_inside and not (each.is_registered and each.is_alias)
+    }
+    merged: list[set[int]] = []
+    for pair in sorted(pairs):
+        near = [tie for tie in merged if tie & set(pair)]
+        merged = [tie for tie in merged if tie not in near] + [set(pair).union(*near)]
+    return [sorted(tie) for tie in merged]
 
 
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_times: bool = False) -> Trace:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPPartitionError
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
+from smdistributed.modelparallel.torch.partitioning.shared_memory import SharedMemory, follow_moves
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 
 #: Parameters are broadcast in batches of this many bytes.
@@ -25,17 +26,28 @@ _BATCH = 32 << 20
 
 
 def settle(
-    root: nn.Module, placement: Placement, partition: int, device: torch.device
+    root: nn.Module,
+    placement: Placement,
+    partition: int,
+    device: torch.device,
+    shared: Sequence[SharedMemory] = (),
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Replace the tensors of other partitions by :class:`MetaParameter`, and move own tensors to ``device``.
 
     Own tensors that were created without memory are allocated and initialized.
 
+    Args:
+        root: The model.
+        placement: The partitions of its modules.
+        partition: This rank's partition.
+        device: This rank's device.
+        shared: The memory that several places of the model refer to.
+
     Returns:
         For each replaced parameter by id: itself and its replacement.
 
     Raises:
-        SMPPartitionError: The initial values of a delayed tensor are not known.
+        SMPPartitionError: The initial values of a delayed tensor are not known, or shared memory cannot be moved.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fresh: dict[int, str] = {}
@@ -63,6 +75,7 @@ def settle(
         if isinstance(module, nn.RNNBase):
             # Recurrent modules also keep a list of their parameters.
             module._init_flat_weights()
+    follow_moves([each for each in shared if placement.of(each.owner) == partition])
     if fresh:
         try:
             _initialize(root, fresh)

@@ -12,6 +12,8 @@ from torch import nn
 from smdistributed.modelparallel.exceptions import SMPPartitionError
 from smdistributed.modelparallel.torch.module_creation import created_modules
 from smdistributed.modelparallel.torch.nn.module import units
+from smdistributed.modelparallel.torch.partitioning import shared_memory
+from smdistributed.modelparallel.torch.partitioning.shared_memory import is_light
 from smdistributed.modelparallel.torch.state import state
 
 #: Keys of a module's `__dict__` for the partition that the script chose: by a context at creation, or by a call.
@@ -81,6 +83,8 @@ class Placement:
 
     Attributes:
         assignment: Partitions by module path, as they were decided; those of other modules follow from them.
+        shared: The memory of parameters and buffers that other places of the model refer to.
+        in_tasks: The ids of the modules that are on one partition with all of a module around them.
     """
 
     def __init__(self, root: nn.Module, assignment: Mapping[str, int]) -> None:
@@ -94,19 +98,40 @@ class Placement:
         #: submodules.
         self._by_module: dict[int, int] = {}
         self.whole: dict[int, int] = {}
-        for path, module in root.named_modules():
-            parent = self._by_path.get(path.rpartition(".")[0], self.assignment.get("", 0)) if path else 0
-            self._by_path[path] = self._by_module[id(module)] = self.assignment.get(path, parent)
+        self.shared = shared_memory.find(root)
+        self._place(root)
+        if self._let_light_modules_follow(root):
+            self._place(root)
         for path, module in root.named_modules():
             # A module without parameters, buffers or a partition of its own runs where its input is.
-            light = not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())
-            if light and not any(place == path or place.startswith(f"{path}.") for place in self.assignment):
+            if is_light(module) and not self._is_assigned(path):
                 continue
             inside = {self._by_module[id(each)] for each in module.modules()}
             if len(inside) == 1:
                 self.whole[id(module)] = inside.pop()
-        self._check_shared(root)
+        self.in_tasks = {id(part) for each in root.modules() if id(each) in self.whole for part in each.modules()}
+        self._check_shared()
         self._check_units(root)
+
+    def _place(self, root: nn.Module) -> None:
+        for path, module in root.named_modules():
+            parent = self._by_path.get(path.rpartition(".")[0], self.assignment.get("", 0)) if path else 0
+            self._by_path[path] = self._by_module[id(module)] = self.assignment.get(path, parent)
+
+    def _is_assigned(self, path: str) -> bool:
+        """Return whether a module or one of its submodules has a partition of its own."""
+        return any(place == path or place.startswith(f"{path}.") for place in self.assignment)
+
+    def _let_light_modules_follow(self, root: nn.Module) -> bool:
+        """Assign modules without parameters and buffers to the partition of a tensor in their attributes (SHARE-1)."""
+        paths = {id(module): path for path, module in root.named_modules()}
+        found: dict[str, int] = {}
+        for each in self.shared:
+            path = paths[id(each.other)]
+            if path and each.is_strict and is_light(each.other) and not self._is_assigned(path):
+                found.setdefault(path, self.of(each.owner))
+        self.assignment |= found
+        return bool(found)
 
     def of_path(self, path: str) -> int:
         """Return the partition of the module with this path."""
@@ -129,19 +154,17 @@ class Placement:
                     "on one partition with all that is in it"
                 )
 
-    def _check_shared(self, root: nn.Module) -> None:
-        homes: dict[int, tuple[str, int]] = {}
-        for path, module in root.named_modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                first, home = homes.setdefault(id(tensor), (full, self.of(module)))
-                if home != self.of(module):
-                    raise SMPPartitionError(
-                        f"`{first}` on partition {home} and `{full}` on partition {self.of(module)} are one tensor: "
-                        "modules that share parameters go to one partition"
-                    )
+    def _check_shared(self) -> None:
+        """Check that shared memory is on one partition, unless the forward that uses it runs on all ranks (SHARE-1)."""
+        for each in self.shared:
+            home, other = self.of(each.owner), self.of(each.other)
+            if home == other or not (each.is_registered or (each.is_strict and id(each.other) in self.in_tasks)):
+                continue
+            what = "are one tensor" if each.is_alias else "share memory"
+            raise SMPPartitionError(
+                f"`{each.path}` on partition {home} and `{each.other_path}` on partition {other} {what}: modules that "
+                "share parameters or buffers, or views of them, go to one partition"
+            )
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

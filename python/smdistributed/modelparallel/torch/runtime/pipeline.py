@@ -30,11 +30,12 @@ from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_th
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing import task_order
+from smdistributed.modelparallel.torch.tracing.attributes.attribute_views import AttributeViews
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.constants import Constants
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, OutputSpecs
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
-from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter, TensorMeta
 from smdistributed.modelparallel.torch.tracing.replay import Call
 from smdistributed.modelparallel.torch.tracing.stale_storages import StaleStorages
 from smdistributed.modelparallel.torch.tracing.state_order import refuse_parameter_writes
@@ -71,6 +72,8 @@ class Pipeline:
         self.output_specs = OutputSpecs()
         self.constants = Constants()
         self.stale_storages = StaleStorages()
+        #: Attributes that share memory with parameters or buffers.
+        self.attribute_views = AttributeViews(placement, self.rank, self.stale_storages)
         #: Attributes of the modules that run in tasks.
         self.module_state = self._state_of_modules(root)
         #: Synchronous calls.
@@ -123,7 +126,7 @@ class Pipeline:
                     ranks.setdefault(id(part), self.placement.whole[id(module)])
         paths = {identity: path for identity, (path, _) in found.items()}
         others = [module for module in root.modules() if id(module) not in found]
-        return ModuleState([part for _, part in found.values()], paths, ranks, others)
+        return ModuleState([part for _, part in found.values()], paths, ranks, others, self.attribute_views)
 
     def relocate(self, parameter: torch.Tensor) -> Value:
         """Return the value of a parameter whose ``requires_grad`` the body has changed."""
@@ -145,6 +148,8 @@ class Pipeline:
     def refresh(self) -> None:
         """Update the values of parameters and buffers before a step."""
         self.stale_storages.forget_freed()
+        with reporting_failures():
+            self.attribute_views.check_sent()
         with torch._C.DisableTorchFunctionSubclass():
             contents = [
                 [id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())]
@@ -165,13 +170,19 @@ class Pipeline:
         flags = []
         self._seen.clear()
         owners: dict[int, set[int]] = {}
+        absent: dict[int, MetaParameter] = {}
         self.calls.clear()
         self._expectations.clear()
         for path, module in self.root.named_modules():
             rank = self.placement.of(module)
             for table, name, tensor in own_tensors(module):
-                self._seen.append((table, name, tensor, TensorMeta.of(tensor)))
                 full = f"{path}.{name}" if path else name
+                if rank != self.rank and not isinstance(tensor, MetaParameter):
+                    # The script has replaced it since the last step. This rank would not see it changed.
+                    if id(tensor) not in absent:
+                        absent[id(tensor)] = MetaParameter(tensor, full, rank, self._device)
+                    tensor = table[name] = absent[id(tensor)]
+                self._seen.append((table, name, tensor, TensorMeta.of(tensor)))
                 flags.append(tensor.requires_grad)
                 owners.setdefault(id(tensor), set()).add(id(module))
                 value = located.get(id(tensor))
@@ -183,6 +194,9 @@ class Pipeline:
                     value = known
                     located[id(tensor)] = value
                 self.parameters[value.parameter or full] = tensor
+        if absent:
+            self._contents = []
+        self.attribute_views.locate(located, owners)
         self.located = located
         self.module_state.shared.set_owners(owners)
         self.version = hash(tuple(flags))
@@ -271,7 +285,8 @@ class Pipeline:
         if self.overlapped is not None:
             self.overlapped.complete()
         if recording.microbatch and recording.copy_on_write.has_backward:
-            refuse_parameter_writes(recording.tasks[recording.num_executed :])
+            before = (task for each in recording.earlier for task in each.tasks)
+            refuse_parameter_writes(recording.tasks[recording.num_executed :], before)
         if recording.retained.needs_earlier or any(
             each.order.changes_state for each in (*recording.earlier, recording)
         ):

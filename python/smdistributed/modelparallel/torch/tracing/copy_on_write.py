@@ -134,6 +134,8 @@ class CopyOnWriteTensors:
         return self._call(func, args, kwargs, tensors, microbatch)
 
     def _call(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any], microbatch: int) -> Any:
+        if self._modules.views.has_some and tensors and _may_write(func, args, kwargs):
+            self._modules.views.check_write(_name(func), [_target(kwargs, tensors)])
         if self._checkpointed and _may_write(func, args, kwargs) and tensors:
             self.check_checkpointed(_target(kwargs, tensors), _name(func))
         held = [tensor for tensor in tensors if tensor.layout == torch.strided and self._holds(tensor)]
@@ -243,6 +245,10 @@ class CopyOnWriteTensors:
                         "copy to the attribute"
                     )
 
+    def is_used(self, tensor: torch.Tensor) -> bool:
+        """Return whether a task refers to memory of a replicated tensor."""
+        return any(overlap(held, tensor) for _, _, held in self._tasks.get(storage_of(tensor), ()))
+
     def _holds(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
         return any(
@@ -310,6 +316,11 @@ class StorageRange(NamedTuple):
             last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = offset_of(tensor) * tensor.itemsize
         return cls(storage_of(tensor), begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin)
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return self.end - self.begin
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares bytes of the range."""

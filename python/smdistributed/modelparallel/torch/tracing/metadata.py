@@ -386,7 +386,11 @@ class OutputSpecs:
             written_state=tuple(
                 name for name, state in self._called_state.items() if counter.storage(state) in counter.written
             ),
-            saved_state=tuple(name for name, state in self._called_state.items() if counter.is_saved(state)),
+            saved_state=tuple(
+                name
+                for name, state in self._called_state.items()
+                if counter.is_saved(state) and counter.storage(state) not in counter.statistics
+            ),
             plain_attributes=self._changed,
             changed_state=tuple(self.changed_state),
             read_attributes=read_attributes,

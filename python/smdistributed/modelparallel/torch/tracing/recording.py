@@ -65,7 +65,6 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
-from smdistributed.modelparallel.torch.tracing.stale_storages import STALE
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
 from smdistributed.modelparallel.torch.tracing.tasks import (
     Context,
@@ -435,7 +434,7 @@ class Recording(TorchFunctionMode):
         for base in written:
             self.retained.check_write(base)
             if base.parameter is not None:
-                self.pipeline.written_state.add(base.parameter)
+                self.pipeline.attribute_views.note_written(self, task, (base.parameter,))
             self.copy_on_write.check_checkpointed(base, task.name)
             if self.backward_roots:
                 self.storages.check_not_saved(base, task)
@@ -574,8 +573,9 @@ class Recording(TorchFunctionMode):
             self.pipeline.stale_storages.add(tensor, has_graph=has_graph)
         if id(tensor) not in self.pipeline.located:
             self.outside_tensors.note_write(tensor)
-        self._kept.append(tensor)
-        self.located[id(tensor)] = value
+        for each in (tensor, *self.pipeline.attribute_views.same_as(tensor)):
+            self._kept.append(each)
+            self.located[id(each)] = value
 
     def value_of_replicated(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a replicated tensor to which an earlier microbatch has written values of a partition.
@@ -593,7 +593,7 @@ class Recording(TorchFunctionMode):
                 taken = self.located[id(tensor)] = self.retained.take_value(earlier, value)
                 self._kept.append(tensor)
                 return taken
-        raise SMPUsageError(STALE)
+        raise self.pipeline.stale_storages.error(tensor)
 
     def _context(self) -> Context:
         return Context.current(self.pipeline.module_state.current)

@@ -99,8 +99,41 @@ class RestoredTensors:
         self._generators.clear()
 
 
+_aten = torch.ops.aten
+#: Operators that write to running statistics, although their schemas do not show it: the places of these arguments, and
+#: that of the argument that tells whether the layer is trained, if any.
+_STATISTICS: dict[Any, tuple[tuple[int, int], int | None]] = {
+    _aten.native_batch_norm: ((3, 4), 5),
+    _aten.cudnn_batch_norm: ((3, 4), 5),
+    _aten.miopen_batch_norm: ((3, 4), 5),
+    _aten.batch_norm_update_stats: ((1, 2), None),
+    _aten.batch_norm_gather_stats: ((3, 4), None),
+    _aten.batch_norm_gather_stats_with_counts: ((3, 4), None),
+}
+
+
+def is_mutable(func: Any) -> bool:
+    """Return whether an operator may write to an operand."""
+    return bool(func._schema.is_mutable) or func._overloadpacket in _STATISTICS
+
+
+def statistics_written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the running statistics to which an operation writes; autograd's version counters do not register this."""
+    if func._overloadpacket not in _STATISTICS:
+        return []
+    places, training = _STATISTICS[func._overloadpacket]
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+    ]
+    if training is not None and not given[training]:
+        return []
+    return [given[place] for place in places if given[place] is not None]
+
+
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the operands to which an operation writes."""
+    yield from statistics_written_by(func, args, kwargs)
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

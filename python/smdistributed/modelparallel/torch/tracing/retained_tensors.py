@@ -161,9 +161,8 @@ class RetainedTensors:
     def note_written_state(self, task: Task) -> None:
         """Record the parameters and buffers to which a call writes."""
         values = (self._recording.storages.state_of_call(task, path) for path in task.known_spec.written_state)
-        self._recording.pipeline.written_state.update(
-            value.storage.parameter for value in values if value is not None and value.storage.parameter is not None
-        )
+        paths = [value.storage.parameter for value in values if value is not None]
+        self._recording.pipeline.attribute_views.note_written(self._recording, task, [each for each in paths if each])
 
     def check_write(self, storage: Value) -> None:
         """Check that a storage may be written.

@@ -100,19 +100,30 @@ class SharedStorages:
         return value if type(value) is Value and value.rank == task.rank else None
 
     def lose_views_of_state(self, task: Task) -> None:
-        """Invalidate the body's views of buffers or parameters that a called module writes to."""
+        """Invalidate the body's views of buffers or parameters that a called module writes to.
+
+        If the body has written to such a buffer before, later reads use the buffer again, and not what the body wrote.
+        """
         assert task.module is not None, "only a module has state"
-        for _, tensor in state_of(task.module, task.known_spec.written_state):
+        written = [tensor for _, tensor in state_of(task.module, task.known_spec.written_state)]
+        for tensor in list(written):
+            written += [other for other, _ in self._recording.pipeline.attribute_views.partners(tensor)]
+        for tensor in written:
             value = self._recording.located.get(id(tensor))
-            if value is None or value.storage not in self._views:
+            if tensor is None or type(value) is not Value:
+                continue
+            is_written = value is not self._recording.pipeline.located[id(tensor)]
+            if not is_written and value.storage not in self._views:
                 continue
             if value.storage_key not in task.overwritten:
                 task.overwritten = (*task.overwritten, value.storage_key)
             for view in self._remote_tensors_of(value.storage):
                 view.value = InvalidatedValue(
-                    f"`{task.name}` on partition {task.rank} changed `{value.parameter}` in place, and this tensor is "
+                    f"`{task.name}` on partition {task.rank} changed `{value.home}` in place, and this tensor is "
                     "a view of it: take the view again after the call, or a copy before it"
                 )  # type: ignore[assignment]
+            if is_written:
+                self._recording.rebind(tensor, self._recording.pipeline.located[id(tensor)])
 
     def check_unversioned(self, task: Task, leaves: Sequence[Any]) -> None:
         """Check that a task does not write through ``.data`` to a tensor that autograd has saved.

@@ -32,17 +32,24 @@ class StaleStorages:
         self._of_calls: list[tuple[StorageWeakRef, StorageRange, int]] = []
         #: Those that get a graph by the write.
         self._with_graph: list[tuple[StorageWeakRef, StorageRange]] = []
+        #: Texts for some of them.
+        self._reasons: dict[StorageRange, str] = {}
 
-    def add(self, tensor: torch.Tensor, own_rank: int | None = None, has_graph: bool = False) -> None:
+    def add(
+        self, tensor: torch.Tensor, own_rank: int | None = None, has_graph: bool = False, reason: str | None = None
+    ) -> None:
         """Record that a task writes to a replicated tensor.
 
         Args:
             tensor: The tensor.
             own_rank: The partition of the task, if its module has the tensor in an attribute.
             has_graph: Whether the tensor gets a graph.
+            reason: The text of the error when the tensor is used.
         """
         with torch._C.DisableTorchFunction():
             written = StorageWeakRef(tensor.untyped_storage()), StorageRange.of(tensor)
+        if reason is not None:
+            self._reasons[written[1]] = reason
         if own_rank is not None:
             if any(part == written[1] and not storage.expired() for storage, part, _ in self._of_calls):
                 return
@@ -59,6 +66,9 @@ class StaleStorages:
         self._of_body = [each for each in self._of_body if not each[0].expired()]
         self._of_calls = [each for each in self._of_calls if not each[0].expired()]
         self._with_graph = [each for each in self._with_graph if not each[0].expired()]
+        if self._reasons:
+            kept = {part for _, part in self._ranges}
+            self._reasons = {part: reason for part, reason in self._reasons.items() if part in kept}
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forget a tensor whose values were copied to this rank."""
@@ -116,4 +126,8 @@ class StaleStorages:
             SMPUsageError: It lacks some.
         """
         if self.has(tensor):
-            raise SMPUsageError(STALE)
+            raise self.error(tensor)
+
+    def error(self, tensor: torch.Tensor) -> SMPUsageError:
+        """Return the error of the use of a tensor whose values this rank lacks."""
+        return SMPUsageError(next((text for part, text in self._reasons.items() if part.overlaps(tensor)), STALE))

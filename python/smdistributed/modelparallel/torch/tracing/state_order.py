@@ -15,7 +15,7 @@ value to tasks that read it, so it gets a level that orders it after earlier cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -166,14 +166,24 @@ class StateEdges:
         self._num_noted = number + 1
 
 
-def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
+def refuse_parameter_writes(tasks: Iterable[Task], earlier: Iterable[Task]) -> None:
     """Refuses tasks that run before the backward of an earlier microbatch, and write to what that needs.
+
+    Args:
+        tasks: The tasks.
+        earlier: Those of the earlier microbatches.
 
     Raises:
         SMPUsageError: One writes to a parameter that requires a gradient.
     """
+    saved = {
+        id(tensor)
+        for task in earlier
+        if task.module is not None and task.output_spec is not None
+        for _, tensor in state_of(task.module, task.output_spec.saved_state)
+    }
     for task in tasks:
-        for name in _needed_parameters(task):
+        for name in _needed_parameters(task, saved):
             raise SMPUsageError(
                 f"`{task.name}` changes the parameter `{name}` in place, and the `smp.step` function reads values "
                 "after it: the backward of the microbatch before, which needs the parameter as it was, has not run. "
@@ -181,7 +191,7 @@ def refuse_parameter_writes(tasks: Iterable[Task]) -> None:
             )
 
 
-def _needed_parameters(task: Task) -> Iterator[str]:
+def _needed_parameters(task: Task, saved: Container[int]) -> Iterator[str]:
     """Yield names of parameters and buffers to which a task writes and that backwards may need."""
     for source, *_ in task.writes:
         if isinstance(source, Value) and source.storage.parameter is not None and source.storage.meta.requires_grad:
@@ -189,7 +199,9 @@ def _needed_parameters(task: Task) -> Iterator[str]:
     spec = task.output_spec
     if task.module is not None and spec is not None:
         for path, (_, tensor) in zip(spec.written_state, state_of(task.module, spec.written_state), strict=True):
-            if tensor is not None and (tensor.requires_grad or path in spec.saved_state):
+            if tensor is None:
+                continue
+            if tensor.requires_grad or path in spec.saved_state or id(tensor) in saved:
                 yield f"{task.name}.{path}"
 
 

@@ -48,6 +48,8 @@ def note_changes(pipeline: Pipeline, task: Task, spec: OutputSpec, others: Seque
         value = None if tensor is None else pipeline.located.get(id(tensor))
         if value is not None and value.owner is not None:
             found += [id(tensor), value.owner]
+        for other, owner in pipeline.attribute_views.partners(tensor):
+            found += [id(other), id(owner)]
     task.changes = tuple(dict.fromkeys(found))
     pipeline.module_state.shared.matter = True
 
@@ -63,6 +65,7 @@ def note_parts(pipeline: Pipeline, task: Task, parts: Sequence[Any]) -> None:
     Raises:
         SMPUsageError: Modules on other partitions have one, too.
     """
+    pipeline.attribute_views.check_write(task.name, [part for part in parts if isinstance(part, torch.Tensor)])
     pipeline.module_state.shared.note(task.name, task.rank, parts)
     for part in parts:
         if isinstance(part, torch.Tensor):

@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch.tracing.attributes.attribute_tensors impo
     AttributeTensors,
     Copies,
 )
+from smdistributed.modelparallel.torch.tracing.attributes.attribute_views import AttributeViews
 from smdistributed.modelparallel.torch.tracing.attributes.shared_parts import SharedParts
 from smdistributed.modelparallel.torch.tracing.attributes.tracked_container import (
     ATOMS,
@@ -120,6 +121,7 @@ class ModuleState:
         paths: Their names, by id.
         ranks: Their partitions, by id.
         others: The modules that are divided among partitions.
+        views: The attributes that share memory with parameters or buffers.
 
     Attributes:
         current: The current snapshot of the body.
@@ -132,7 +134,9 @@ class ModuleState:
         paths: Mapping[int, str],
         ranks: Mapping[int, int],
         others: Sequence[nn.Module],
+        views: AttributeViews,
     ) -> None:
+        self.views = views
         self._paths, self._ranks, self._others = paths, ranks, others
         self.tensors = AttributeTensors()
         #: The modules of calls in this step, with their submodules.
@@ -242,10 +246,11 @@ class ModuleState:
         reached = self._reached.get(id(module))
         if reached is None:
             modules = list(module.modules())
-            containers, tensors = self._parts_of(modules)
+            containers, tensors, registered = self._parts_of(modules)
             parts = [id(each.value) for each in containers]
             parts += dict.fromkeys(storage_of(each.tensor) for each in tensors)
             parts += self.shared.tied_in(modules)
+            parts += dict.fromkeys((*registered, *self.views.reached(each.tensor for each in tensors)))
             reached = self._reached[id(module)] = _Reached(containers, tensors, tuple(parts))
             self._called.update(map(id, modules))
             self.shared.check_reached(self._ranks.get(id(module)), containers, tensors, stale)
@@ -265,10 +270,17 @@ class ModuleState:
         found, self._assigned = self._assigned, []
         return found
 
-    def _parts_of(self, modules: Iterable[nn.Module]) -> tuple[list[TrackedContainer], list[AttributeTensor]]:
-        """Return the containers and the plain tensors in attributes of modules, at any depth."""
+    def _parts_of(
+        self, modules: Iterable[nn.Module]
+    ) -> tuple[list[TrackedContainer], list[AttributeTensor], list[int]]:
+        """Return what attributes of modules have in them, at any depth.
+
+        Returns:
+            The containers, the plain tensors, and the ids of parameters and buffers.
+        """
         found: dict[int, TrackedContainer] = {}
         tensors: list[AttributeTensor] = []
+        registered: list[int] = []
         for module in modules:
             path, rank = self._paths.get(id(module), ""), self._ranks.get(id(module))
             for name, value in vars(module).items():
@@ -281,10 +293,12 @@ class ModuleState:
                         container.ranks.add(rank)
                     found[id(container)] = container
                 for leaf in leaves:
+                    if self.shared.is_registered(leaf):
+                        registered.append(id(leaf))
                     if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
                         tensors.append(AttributeTensor(leaf, module, name, full, rank, leaf is value))
                         self.tensors.add(tensors[-1])
-        return list(found.values()), tensors
+        return list(found.values()), tensors, registered
 
     def attributes_of(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of a module that may have containers or tensors in them."""

@@ -44,6 +44,8 @@ class SharedParts:
         self.matter = False
         #: The ids of parameters and buffers that several modules have, by the ids of the modules.
         self._tied: dict[int, list[int]] = {}
+        #: The ids of all parameters and buffers.
+        self._registered: frozenset[int] = frozenset()
         #: The containers that calls have changed, by id, with the partition.
         self._changed: dict[int, tuple[Any, int]] = {}
         #: By the id of a container: the attributes that have it, as (id of the module, name); found when needed.
@@ -52,9 +54,14 @@ class SharedParts:
     def set_owners(self, owners: Mapping[int, Collection[int]]) -> None:
         """Set the ids of the modules that have a parameter or a buffer, by its id."""
         self._tied.clear()
+        self._registered = frozenset(owners)
         for tensor, modules in owners.items():
             for module in modules if len(modules) > 1 else ():
                 self._tied.setdefault(module, []).append(tensor)
+
+    def is_registered(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer of the model."""
+        return id(tensor) in self._registered
 
     def tied_in(self, modules: Iterable[nn.Module]) -> Iterable[int]:
         """Return the ids of parameters and buffers of these modules that several modules of the model have."""
