@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from clients import CLIENTS, ROOT, needs_libraries
+from waiting import output_of
 
 from support.launchers import clean_environment, free_port
 
@@ -23,6 +24,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
 
+# One for each worker. Of further ones, KerasTuner's grid search lets one trial run at a time, although both workers are free: it waits
+# for the end of all running trials before it draws the next value. A worker without a trial asks the chief again without a pause. The
+# time of a trial is the imports of TensorFlow on its ranks.
 RATES = [0.05, 0.1]
 
 TRAIN = """
@@ -93,23 +97,17 @@ def start(path, **variables):
     return subprocess.Popen([sys.executable, str(path), json.dumps(RATES)], env=environment, text=True, **pipes)
 
 
-def output_of(process):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
 def test_a_distributed_search_of_jobs(tmp_path):
     """A chief and two workers; each trial has the loss of one process that trains with the same rate."""
     one, search = tmp_path / "one.py", tmp_path / "search.py"
     one.write_text(TRAIN + ONE)
     search.write_text(TRAIN + SEARCH)
-    losses = dict(zip(RATES, json.loads(output_of(start(one)).splitlines()[-1]), strict=True))
+    losses = dict(zip(RATES, json.loads(output_of(start(one), 300).splitlines()[-1]), strict=True))
 
     chief = {"KERASTUNER_ORACLE_IP": "127.0.0.1", "KERASTUNER_ORACLE_PORT": str(free_port()), "WORK": str(tmp_path)}
     processes = [start(search, KERASTUNER_TUNER_ID=name, **chief) for name in ("chief", "tuner0", "tuner1")]
     try:
-        outputs = [output_of(process) for process in processes]
+        outputs = [output_of(process, 300) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -18,6 +18,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from waiting import output_of
+
 from support import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,12 +103,10 @@ class SparkCluster:
         """Runs an application, and returns what it printed."""
         process = self.start(*command)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            return output_of(process, timeout)
         finally:
             process.kill()
             process.wait()
-        assert process.returncode == 0, output
-        return output
 
     def results(self, script: str, *options: object) -> object:
         """Runs one of the examples, and returns its results."""
