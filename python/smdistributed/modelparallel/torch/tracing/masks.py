@@ -4,7 +4,7 @@ Every rank knows the shape of the result, because it has the values of the mask 
 
 - MSK-1: ``x[mask]`` is recorded as the equivalent ``x[mask.nonzero(as_tuple=True)]``. The shapes of the indices
   determine the shape of the result, so signatures and equal microbatches are found by shapes, as for any other
-  operation. A mask on a partition leaves the pipeline, because the shape follows from its values.
+  operation. Indexing by a mask on a partition is a synchronous call, because the shape follows from its values.
 - MSK-2: ``repeat_interleave`` is recorded with its ``output_size``.
 """
 
