@@ -94,8 +94,9 @@ def barrier(group: int = 0) -> None:
     """Returns when every member of the group has called it."""
 
 def report_failure(message: str) -> None:
-    """Tells the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
-    session."""
+    """Reports to the job that this rank failed with `message`; waits of the others end with it. Does nothing without a
+    session.
+    """
 
 def interrupt() -> None:
     """
@@ -140,8 +141,9 @@ def begin_step(name: str) -> None:
     """Notes the beginning of a step of a reduction that the core cannot observe."""
 
 def start_mpi() -> bool:
-    """Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it. Returns
-    whether any thread may call MPI."""
+    """Initialises MPI in all processes of a job that an MPI launcher started, unless the script has. Every rank calls it.
+    Returns whether any thread may call MPI.
+    """
 
 def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
     """
@@ -647,9 +649,8 @@ def checkpoint_verify_file(path: str) -> None:
 def checkpoint_shares(
     tensors: Sequence[tuple[int | None, int, bool]], replica: int, replicas: int
 ) -> list[tuple[int, tuple[int, int] | None]]:
-    """
-    Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all rows,
-    the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
+    """Returns which parts of the tensors that `replica` holds it writes: the tensor's index and, unless it writes all
+    rows, the first row and the number of rows. Each entry of `tensors` is the length along the first axis (`None` for a
     scalar), the size in bytes, and whether all replicas hold the tensor.
     """
 
