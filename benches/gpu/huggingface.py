@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from rounds import several_states, start, wait
+from rounds import close_states, several_states, start, wait
 from torch import nn
 from torch.distributed import pipelining
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -261,7 +261,7 @@ def main() -> None:
         if rank == 0:
             print("\n".join(lines), flush=True)
         del bench
-        smp.shutdown()
+        close_states()
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()

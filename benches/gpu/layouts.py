@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from rounds import Rounds, Step, several_states, start
+from rounds import Rounds, Step, close_states, several_states, start
 from sharded import add_arguments
 from tensor_parallel import Bench as TensorParallelBench
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,6 +62,7 @@ def main() -> None:
         f"{ranks} x {name}, Llama of {bench.elems / 1e9:.2f} B, batch {arguments.batch} x {arguments.sequence}"
         f"{', compiled layers' if arguments.compile else ''}",
     )
+    close_states()
     c10d.destroy_process_group()
 
 

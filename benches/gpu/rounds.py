@@ -20,6 +20,7 @@ import smdistributed.modelparallel.torch as smp
 
 #: Runs one step of a variant; returns the loss of this rank. The table has the mean over the ranks.
 Step = Callable[..., torch.Tensor]
+_states: list[dict[str, Any]] = []
 
 
 def start(device: str) -> torch.device:
@@ -48,6 +49,7 @@ def several_states(make: Callable[[], Step]) -> Step:
     smp.state.__dict__ = {}
     smp.state.__init__()
     own = smp.state.__dict__
+    _states.append(own)
     step = make()
 
     def run(*arguments: Any) -> Any:
@@ -55,6 +57,14 @@ def several_states(make: Callable[[], Step]) -> Step:
         return step(*arguments)
 
     return run
+
+
+def close_states() -> None:
+    """Ends what :func:`several_states` has initialized."""
+    for each in _states:
+        smp.state.__dict__ = each
+        smp.shutdown()
+    _states.clear()
 
 
 def _free_port() -> int:
