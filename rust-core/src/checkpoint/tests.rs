@@ -413,7 +413,7 @@ fn ranks_that_disagree_are_told() {
     let folder = TestFolder::new();
     let (one, other) = (tensor("a", "F32", &[4]), tensor("a", "F32", &[5]));
     let text = save(&folder.0, "x", 1, &[whole(std::slice::from_ref(&one)), whole(&[other])]).unwrap_err().text();
-    assert!(text.contains("tensor `a` is F32 [4] on one and F32 [5] on another"), "{text}");
+    assert!(text.contains("tensor `a` is F32 [4] on one rank and F32 [5] on another"), "{text}");
     let text = save(&folder.0, "x", 1, &[whole(std::slice::from_ref(&one)), whole(std::slice::from_ref(&one))])
         .unwrap_err()
         .text();

@@ -139,6 +139,13 @@ EQUAL = {
         ["y.add_(0.5)", "h = net.b(x)['left']"],
         forward=["h = net.a(h)"],
     ),
+    "modes of modules that are set back between a checkpoint and the backward": _program(
+        2, {"a": "Mode"}, _TWO,
+        [
+            "h = torch.utils.checkpoint.checkpoint(lambda t: net.a(t), h, use_reentrant=True)",
+            "net.train(False)", "h = net.a(h)", "net.train(True)",
+        ],
+    ),
     "a reentrant checkpoint of an input that requires no gradient": _program(
         2,
         {"a": "Mlp"},
@@ -555,6 +562,13 @@ REFUSED = {
     "a buffer that a call has returned is kept for the next microbatch": (
         _program(2, {"a": "Own"}, _TWO, ["t1 = net.a(h)['mean']", "h = h + t1 if keep.last is None else h + keep.last", "keep.last = t1"]),
         "a tensor of an earlier microbatch or step is `a.mean`, or a view of it, which changes in place",
+    ),
+    "a change of the mode of a module after a checkpoint that calls it": (
+        _program(
+            2, {"a": "Mode"}, _TWO,
+            ["h = torch.utils.checkpoint.checkpoint(lambda t: net.a(t), h, use_reentrant=True)", "net.train(False)"],
+        ),
+        "is changed after a `torch.utils.checkpoint.checkpoint` whose function calls the module",
     ),
     "a change of a tensor that the function of a checkpoint reads from its closure": (
         _program(

@@ -102,7 +102,7 @@ fn a_variable_on_two_partitions_is_refused() {
     let operations = Operations::new(rows, variables(2)).unwrap();
     assert_eq!(
         OperationPlacement::new(&operations, &halves()).unwrap_err().to_string(),
-        "a variable of shape (4, 4) is taken on partition 0 and by `two` on partition 1: layers and operations that share a variable \
+        "a variable of shape (4, 4) is used on partition 0 and by `two` on partition 1: layers and operations that share a variable \
          go to one partition"
     );
 }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
@@ -27,7 +28,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
 )
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
+    from smdistributed.modelparallel.torch.tracing.attributes.module_state import AttributeSnapshot, ModuleState
     from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
@@ -55,14 +56,17 @@ class CopyOnWriteTensors:
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
         #: What checkpoints of the body read, which one process reads again in the next backward.
         self._checkpointed: list[torch.Tensor | Value] = []
-        #: For each checkpoint whose function is running: replicated tensors that it reads, and storages that it makes.
-        self._reading: list[tuple[list[torch.Tensor], set[int]]] = []
+        #: For each checkpoint whose function is running: replicated tensors that it reads, storages that it makes, and
+        #: the attributes of modules when it began.
+        self._reading: list[tuple[list[torch.Tensor], set[int], AttributeSnapshot]] = []
+        #: For each checkpoint until the next backward: the modules that its function called, and those attributes.
+        self._checkpointed_modules: list[tuple[list[nn.Module], AttributeSnapshot]] = []
         #: Remote tensors of located views of replicated tensors.
         self._views: dict[int, list[tuple[weakref.ref[RemoteTensor], torch.Tensor]]] = {}
 
     def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Record the replicated tensors among the arguments of a task."""
-        for read, _ in self._reading:
+        for read, _, _ in self._reading:
             read += tensors
         for tensor in tensors:
             if tensor.layout == torch.strided:
@@ -181,11 +185,18 @@ class CopyOnWriteTensors:
 
     def begin_checkpoint(self) -> None:
         """Begin to record what the function of a checkpoint reads."""
-        self._reading.append(([], set()))
+        self._modules.note_contents()
+        self._reading.append(([], set(), self._modules.current))
 
-    def end_checkpoint(self, values: Iterable[Value]) -> None:
-        """End the function of a checkpoint; ``values`` are the storages of values that it reads."""
-        read, made = self._reading.pop()
+    def end_checkpoint(self, values: Iterable[Value], modules: list[nn.Module]) -> None:
+        """End the function of a checkpoint.
+
+        Args:
+            values: The storages of values that it reads.
+            modules: The modules that it called.
+        """
+        read, made, attributes = self._reading.pop()
+        self._checkpointed_modules.append((modules, attributes))
         known = {id(each) for each in self._checkpointed}
         for tensor in read:
             if tensor.layout == torch.strided and id(tensor) not in known and storage_of(tensor) not in made:
@@ -200,12 +211,25 @@ class CopyOnWriteTensors:
             for tensor in pytree.tensors_of(result)
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
         ]
-        for read, made in self._reading:
+        for read, made, _ in self._reading:
             read += tensors
             made.update(storage for storage in new if storage not in storages)
 
     def end_of_checkpoints(self) -> None:
-        """End the effect of all checkpoints so far, because the body has called ``model.backward``."""
+        """End the effect of all checkpoints so far, because the body has called ``model.backward``.
+
+        Raises:
+            SMPUsageError: An attribute of a module that a checkpoint's function called has changed since. One process
+                would compute the function again, with the changed attribute.
+        """
+        for modules, attributes in self._checkpointed_modules:
+            path = self._modules.changed_since(attributes, modules)
+            if path is not None:
+                raise SMPUsageError(
+                    f"`{path}` is changed after a `torch.utils.checkpoint.checkpoint` whose function calls the module, "
+                    "before `model.backward`, inside of a `smp.step` function: change it after the backward"
+                )
+        self._checkpointed_modules.clear()
         self._checkpointed.clear()
 
     def check_checkpointed(self, written: torch.Tensor | Value, name: str) -> None:

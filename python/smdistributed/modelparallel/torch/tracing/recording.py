@@ -637,7 +637,8 @@ class Recording(TorchFunctionMode):
         try:
             yield
         finally:
-            self.copy_on_write.end_checkpoint(self._read_by(self.tasks[first:]))
+            new = self.tasks[first:]
+            self.copy_on_write.end_checkpoint(self._read_by(new), [each.module for each in new if each.module])
 
     def _read_by(self, tasks: Sequence[Task]) -> list[Value]:
         """Return the storages that tasks read and that none of them has made."""

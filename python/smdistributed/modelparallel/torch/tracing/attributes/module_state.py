@@ -392,6 +392,28 @@ class ModuleState:
             self.shared.forget_holders()
         self._set_current(values, self.current.contents)
 
+    def changed_since(self, earlier: AttributeSnapshot, modules: Iterable[nn.Module]) -> str | None:
+        """Return the path of an attribute of these modules that has changed since a snapshot.
+
+        Attributes of their submodules and of the modules that contain them count, too.
+        """
+        paths = {self._paths[id(module)] for module in modules if id(module) in self._paths}
+        changed = []
+        for key in earlier.values.keys() | self.current.values.keys():
+            _, path, original = self._before[key]
+            before, now = (snapshot.values.get(key, original) for snapshot in (earlier, self.current))
+            if not is_same(before, now):
+                changed.append((path, f"{path}.{key[1]}" if path else key[1]))
+        for number in earlier.contents.keys() | self.current.contents.keys():
+            container = (self._tracked or {})[number]
+            states = (snapshot.contents.get(number, container.before) for snapshot in (earlier, self.current))
+            if len({state_identity(state) for state in states}) > 1:
+                changed.append((container.path, container.path))
+        for owner, path in sorted(changed):
+            if any(_contains_path(one, other) for each in paths for one, other in ((owner, each), (each, owner))):
+                return path
+        return None
+
     def _set_current(self, values: dict[tuple[int, str], Any], contents: Mapping[int, object_state.State]) -> None:
         """Make the snapshot with these attributes and contents the current one."""
         tracked = self._tracked or {}
@@ -643,6 +665,11 @@ class ModuleState:
             for container in (self._tracked or {}).values():
                 if container.keep_changes_of_calls():
                     self._forget_reached()
+
+
+def _contains_path(outer: str, inner: str) -> bool:
+    """Return whether a module's path is that of ``inner``, or of a module that contains it."""
+    return not outer or inner == outer or inner.startswith(outer + ".")
 
 
 def _value(owner: Any, name: str) -> Any:
