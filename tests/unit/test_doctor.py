@@ -50,7 +50,7 @@ def test_a_missing_compiler_is_a_problem_where_a_shim_is_missing(tmp_path):
         pytest.skip("the package carries prebuilt shims")
     assert done.returncode == 1
     assert re.search(
-        r"!!  C\+\+ compiler +`/no/such/compiler` \(CXX\) is not there\n +-> .*apt-get install", done.stdout
+        r"!!  C\+\+ compiler +`/no/such/compiler` \(CXX\) was not found\n +-> .*apt-get install", done.stdout
     )
 
 

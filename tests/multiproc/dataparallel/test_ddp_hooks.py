@@ -172,7 +172,7 @@ def _check_own_hooks():
     assert (errors["nothing"][0], errors["text"][0]) == ("TypeError", "TypeError"), errors
     assert "expected a torch.futures.Future" in errors["nothing"][1], errors
     assert "has a str" in errors["text"][1], errors
-    assert "made 3 elements" in errors["size"][1], errors
+    assert "returned 3 elements" in errors["size"][1], errors
     assert errors["raises"] == ("ArithmeticError", "a user's own error"), errors
     with pytest.raises(TypeError, match="cannot be called"):
         ddp_class(copy.deepcopy(base)).register_comm_hook(None, 3)

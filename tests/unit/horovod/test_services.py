@@ -105,7 +105,7 @@ def test_services_require_the_jobs_secret():
         assert client._send([1, 2]) == 3
         with pytest.raises(RuntimeError, match="adder: TypeError: unsupported operand"):
             client._send([1, "a"])
-        with pytest.raises(RuntimeError, match="knows no dict"):
+        with pytest.raises(RuntimeError, match="does not support dict"):
             client._send({})
         with pytest.raises(RuntimeError, match="adder: ValueError: not here"):
             client._send(FailsToUnpickle())
@@ -455,7 +455,7 @@ def test_failed_elastic_jobs_report_the_reason():
 
     job.server.init = refuse_places
     error, _ = job.run(1, lambda host, slot, events: job.enter(host, slot).rank)
-    assert error == "the job could not be driven on: OSError('no store')"
+    assert error == "the driver of the job failed: OSError('no store')"
 
     class Broken:
         def find_available_hosts_and_slots(self):

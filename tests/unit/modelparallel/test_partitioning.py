@@ -344,7 +344,7 @@ class _DependsOnValues(nn.Module):
 
 
 def test_without_a_trace_parameter_sizes_decide():
-    with pytest.warns(UserWarning, match="goes by parameters alone: DataDependentOutputException"):
+    with pytest.warns(UserWarning, match="partitioned by the sizes of parameters alone: DataDependentOutputException"):
         found = assignment.auto_partition(_DependsOnValues(), (torch.randn(2, 8),), {}, _config(2), {})
     assert [found[f"layers.{layer}"] for layer in range(4)] == [0, 0, 1, 1]
     found = assignment.auto_partition(_DependsOnValues(), (), {}, _config(2, skip_tracing=True), {})
