@@ -292,8 +292,7 @@ def _ensure_cached(framework: Framework) -> Path:
                 _build_once(framework, path)
     except OSError as error:
         raise ShimError(
-            f"cannot build the {framework.title} shim in `{folder}`: {error}; set SMD_CACHE_DIR to a folder that can "
-            "be written"
+            f"cannot build the {framework.title} shim in `{folder}`: {error}; set SMD_CACHE_DIR to a writable folder"
         ) from error
     return path
 
