@@ -517,8 +517,8 @@ class NumberKernel final : public OpKernel {
   void Compute(OpKernelContext* context) override {
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
-    OP_REQUIRES_OK(context,
-                   attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(query(process_set_)); }));
+    OP_REQUIRES_OK(
+        context, attempted([&] { output->scalar<std::int32_t>()() = static_cast<std::int32_t>(query(process_set_)); }));
   }
 
  private:

@@ -595,7 +595,8 @@ REGISTER_OP("HorovodJoin")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(ScalarShape)
-    .Doc("Joins: this rank has no more data. Completes when all ranks have joined; output = the rank that joined last.");
+    .Doc(
+        "Joins: this rank has no more data. Completes when all ranks have joined; output = the rank that joined last.");
 
 REGISTER_OP("HorovodBarrier")
     .Attr("process_set_id: int = 0")

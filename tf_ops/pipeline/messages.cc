@@ -150,7 +150,8 @@ class SentKernel final : public AsyncOpKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
-        wait->end_message(to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
+        wait->end_message(
+            to_status(absl::StrCat("`", name(), "`: input ", i, " is not a message [smd:invalid_argument]")));
       } else {
         message->value->when_ended([wait](const absl::Status& status) { wait->end_message(status); });
       }
