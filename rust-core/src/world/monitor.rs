@@ -115,14 +115,14 @@ impl Departed {
     }
 
     /// Describes how `rank` departed. It may have ended because another rank had failed, with which this process shares
-    /// no operation; then that rank is named too. An error that a rank reported itself says why.
+    /// no operation; then that rank is named too, unless the text of the rank's own error does so.
     fn describe(&self, rank: usize, how: &Departure) -> String {
         let order = self.departed.get(&rank).map(|(order, ..)| *order);
         match self.first_failure() {
             Some((first, earlier, cause))
                 if first != rank
                     && order.is_some_and(|order| earlier < order)
-                    && !matches!(how, Departure::Failed { .. }) =>
+                    && !matches!(how, Departure::Failed { message } if message.contains(&format!("rank {first} "))) =>
             {
                 format!("{how} after rank {first} {cause}")
             }
@@ -291,6 +291,11 @@ mod tests {
             "rank 5 left the job after rank 3 died (killed by signal 9) while rank 0 was in barrier"
         );
         assert!(is_orderly(&[0, 5]));
+        monitor.report(6, Departure::Failed { message: "out of memory".into() });
+        assert_eq!(
+            text(&[0, 6]),
+            "rank 6 failed (out of memory) after rank 3 died (killed by signal 9) while rank 0 was in barrier"
+        );
     }
 
     #[test]
