@@ -293,10 +293,12 @@ mod tests {
 
     #[test]
     fn declined_rounds_with_held_gradients_are_counted() {
-        let net = MockTransport::net(2, MockOptions { seed: 1, max_delay: Duration::ZERO });
+        // Each group has a transport of its own, as in a job: its messages are told apart by their order alone.
+        let nets = [3, 4, 5].map(|seed| MockTransport::net(2, MockOptions { seed, max_delay: Duration::ZERO }));
         let start = |me: usize| {
             let monitor = Arc::new(Monitor::new(me));
-            let communicator = |id| Communicator::new(id, net[me].clone(), monitor.clone(), LIMIT);
+            let communicator =
+                |id: u64| Communicator::new(id, nets[id as usize - 3][me].clone(), monitor.clone(), LIMIT);
             let (first, group) = (communicator(3), communicator(4));
             let connect = Box::new(move || Ok(first));
             let negotiator =
