@@ -3,8 +3,7 @@
     python benches/gpu/eight.py
     python benches/gpu/eight.py --ranks 4 --parts collectives pipelines --output FOLDER
 
-Each part runs other scripts of this folder, which say what they measure; peers train in the same processes and in
-turns. A part that fails does not stop the others; the exit code is then 1. With ``--output``, the whole output of each
+Each part runs other scripts of this folder, whose texts describe the measurement. A part that fails does not stop the others; the exit code is then 1. With ``--output``, the whole output of each
 command is also written to a file of that folder.
 """
 
@@ -48,7 +47,7 @@ def pipelines(ranks: int, rounds: int) -> dict[str, list[str]]:
 
 def bubbles(ranks: int, rounds: int) -> dict[str, list[str]]:
     """The waits of a pipeline as it ran, beside those of its simulation."""
-    timeline = Path(tempfile.mkdtemp()) / "timeline.json"
+    timeline = Path(tempfile.gettempdir()) / f"timeline-{os.getpid()}.json"
     script = "huggingface.py --families llama --rounds 1 --steps 1"
     return {
         "timeline": ["env", f"SMD_TIMELINE={timeline}", *smdrun(ranks, script)],

@@ -118,7 +118,7 @@ def train(job: str, device: str) -> None:
             number += 1
             if number == 10:
                 print("training", flush=True)
-    except Exception as error:
+    except Exception as error:  # Whichever it is: the parent checks that its text names the killed rank.
         text = " ".join(str(error).split())
         print(time.monotonic(), text, flush=True)
         raise SystemExit(1) from None

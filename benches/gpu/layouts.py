@@ -20,7 +20,6 @@ from rounds import Rounds, Step, close_states, several_states, start
 from sharded import add_arguments
 from tensor_parallel import Bench as TensorParallelBench
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import smdistributed.modelparallel.torch as smp
 
@@ -50,8 +49,8 @@ def main() -> None:
     }  # fmt: skip
     makers = {name: lambda more=more: several_states(lambda: bench.layout(more)) for name, more in layouts.items()}
     makers |= {
-        f"fully_shard {ranks}": lambda: bench.fully_sharded(1),
-        f"fully_shard {half} x 2": lambda: bench.fully_sharded(2),
+        f"fully_shard {ranks}": lambda: bench.replicated_shards(1),
+        f"fully_shard {half} x 2": lambda: bench.replicated_shards(2),
         f"parallelize_module {ranks}": lambda: bench.theirs(shards_sequence=False),
         f"parallelize_module 2, fully_shard {half}": lambda: bench.theirs(shards_sequence=False, degree=2),
     }
@@ -72,53 +71,15 @@ class Bench(TensorParallelBench):
     def layout(self, settings: dict[str, Any]) -> Step:
         """A layout of smp, given by keys of its configuration."""
         smp.init({"ddp": True, "optimize": "speed", **settings})
-        is_tensor_parallel = "tensor_parallel_degree" in settings
-        with smp.tensor_parallelism(is_tensor_parallel):
-            module = self.model(is_compiled=self.arguments.compile and not is_tensor_parallel)
-        model = smp.DistributedModel(module)
-        if self.arguments.compile and is_tensor_parallel:
-            for layer in model.get_module().transformer.seq_layers:
-                layer.compile()
-        optimizer = smp.DistributedOptimizer(self._adamw(model))
-        own = self.ids.chunk(smp.rdp_size())[smp.rdp_rank()]
-        if not is_tensor_parallel:
-            own = self.ids.chunk(smp.dp_size())[smp.dp_rank()]
+        if "tensor_parallel_degree" in settings:
+            return self.smp_step(self.tensor_parallel_model(), self.ids.chunk(smp.rdp_size())[smp.rdp_rank()])
+        return self.smp_step(smp.DistributedModel(self.model()), self.ids.chunk(smp.dp_size())[smp.dp_rank()])
 
-        @smp.step
-        def step(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
-            loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
-            model.backward(loss)
-            return loss
-
-        def train() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = step(model, own).reduce_mean()
-            optimizer.step()
-            return loss
-
-        return train
-
-    def fully_sharded(self, replicas: int) -> Step:
+    def replicated_shards(self, replicas: int) -> Step:
         """PyTorch's `fully_shard`, with replicas of the shards if asked for."""
         ranks = c10d.get_world_size()
         mesh = init_device_mesh(self.device.type, (replicas, ranks // replicas), mesh_dim_names=("replicas", "shards"))
-        if replicas == 1:
-            mesh = mesh["shards"]
-        model = self.model()
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = self._adamw(model)
-        own = self.ids.chunk(ranks)[c10d.get_rank()]
-
-        def train() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(input_ids=own, labels=own, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return train
+        return self.fully_sharded(mesh if replicas > 1 else mesh["shards"], self.ids.chunk(ranks)[c10d.get_rank()])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,10 @@ class Bench:
             "ddp": True, "sharded_data_parallel_degree": c10d.get_world_size(), "microbatches": 1,
             "sdp_gradient_clipping": 0,
         })  # fmt: skip
-        model = smp.DistributedModel(self.model())
+        return self.smp_step(smp.DistributedModel(self.model()), self.ids)
+
+    def smp_step(self, model: Any, ids: torch.Tensor) -> Step:
+        """Returns the training step of a distributed model on this rank's batch."""
         optimizer = smp.DistributedOptimizer(self._adamw(model))
 
         @smp.step
@@ -107,38 +110,43 @@ class Bench:
 
         def train() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = step(model, self.ids).reduce_mean()
+            loss = step(model, ids).reduce_mean()
             optimizer.step()
             return loss
 
         return train
 
-    def fsdp_over_nccl(self) -> Step:
-        """PyTorch's `fully_shard` on the default group."""
-        return self._fsdp(c10d.group.WORLD)
-
-    def fsdp_over_smddp(self) -> Step:
-        """The same over the backend of this library."""
-        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-
-        return self._fsdp(c10d.new_group(backend="smddp"))
-
-    def _fsdp(self, group: Any) -> Step:
-        mesh = DeviceMesh.from_group(group, self.device.type)
-        model = self.model()
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    def torch_step(self, model: nn.Module, ids: torch.Tensor) -> Step:
+        """Returns the training step of a model of PyTorch on this rank's batch."""
         optimizer = self._adamw(model)
 
         def train() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             optimizer.step()
             return loss.detach()
 
         return train
+
+    def fsdp_over_nccl(self) -> Step:
+        """PyTorch's `fully_shard` on the default group."""
+        return self.fully_sharded(DeviceMesh.from_group(c10d.group.WORLD, self.device.type), self.ids)
+
+    def fsdp_over_smddp(self) -> Step:
+        """The same over the backend of this library."""
+        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+        group = c10d.new_group(backend="smddp")
+        return self.fully_sharded(DeviceMesh.from_group(group, self.device.type), self.ids)
+
+    def fully_sharded(self, mesh: DeviceMesh, ids: torch.Tensor) -> Step:
+        """PyTorch's `fully_shard` of each layer on a mesh."""
+        model = self.model()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return self.torch_step(model, ids)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         # A fused optimizer accepts either tensors or distributed tensors in one parameter group.

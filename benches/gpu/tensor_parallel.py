@@ -67,18 +67,7 @@ class Bench(ShardedBench):
 
     def alone(self) -> Step:
         """Trains on one GPU with a part of the batch, without communication."""
-        model = self.model()
-        optimizer = self._adamw(model)
-        own = self.ids.chunk(c10d.get_world_size())[c10d.get_rank()]
-
-        def train() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(input_ids=own, labels=own, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return train
+        return self.torch_step(self.model(), self.ids.chunk(c10d.get_world_size())[c10d.get_rank()])
 
     def ours(self) -> Step:
         """Tensor parallelism of smp."""
@@ -86,27 +75,17 @@ class Bench(ShardedBench):
             "ddp": True, "tensor_parallel_degree": c10d.get_world_size(), "microbatches": 1, "prescaled_batch": True,
             "optimize": self.arguments.optimize,
         })  # fmt: skip
+        return self.smp_step(self.tensor_parallel_model(), self.ids)
+
+    def tensor_parallel_model(self) -> Any:
+        """Makes a distributed model whose layers are tensor parallel, and compiles them if chosen."""
         with smp.tensor_parallelism():
             module = self.model(is_compiled=False)
         model = smp.DistributedModel(module)
         if self.arguments.compile:
             for layer in model.get_module().transformer.seq_layers:
                 layer.compile()
-        optimizer = smp.DistributedOptimizer(self._adamw(model))
-
-        @smp.step
-        def step(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
-            loss = model(input_ids=ids_BT, labels=ids_BT).loss
-            model.backward(loss)
-            return loss
-
-        def train() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = step(model, self.ids).reduce_mean()
-            optimizer.step()
-            return loss
-
-        return train
+        return model
 
     def theirs(self, shards_sequence: bool, is_async: bool = False, degree: int | None = None) -> Step:
         """PyTorch's tensor parallelism: column-wise, then row-wise products, and a loss over sharded logits. With a

@@ -8,7 +8,7 @@ from support import forks
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Waits until the process has ended, and returns what it printed.
+    """Waits for the end of a process; returns its standard output.
 
     Args:
         process: A process whose standard output is a pipe of text.
