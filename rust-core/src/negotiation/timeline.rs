@@ -307,13 +307,15 @@ pub(super) fn cycle() {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
     fn the_file_is_a_list_after_every_event() {
         let folder = std::env::temp_dir().join(format!("smd-timeline-{}", std::process::id()));
         let path = folder.to_str().unwrap().to_owned();
-        let read = || serde_json::from_str::<Vec<Value>>(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let read = || serde_json::from_str::<Vec<Value>>(&std::fs::read_to_string(&path).unwrap());
         start(&path, true).unwrap();
         let traced = TracedName {
             name: "allreduce.w".into(),
@@ -325,7 +327,12 @@ mod tests {
         note_ready("allreduce.w", 1..3, &[0, 4, 5]);
         let mut traces = Traces::new("SHM");
         traces.add(traced, 0..2, false, &mut []);
-        read();
+        // The writer may be in the middle of an event: then the file is read again, still before the timeline ends.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while let Err(error) = read() {
+            assert!(Instant::now() < deadline, "{error}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         for phase in [BatchPhase::CopyIn, BatchPhase::Run, BatchPhase::CopyOut, BatchPhase::Over] {
             traces.enters(phase, &(1..2));
             traces.enters(phase, &(2..3));
@@ -335,7 +342,7 @@ mod tests {
         stop();
         stop();
         cycle();
-        let events = read();
+        let events = read().unwrap();
         std::fs::remove_file(&path).unwrap();
         let names: Vec<&str> = events.iter().filter_map(|event| event["name"].as_str()).collect();
         assert_eq!(
