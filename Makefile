@@ -75,6 +75,7 @@ test-install: $(STAMPS)/venv ## `pip install .` into an environment of its own, 
 check: $(STAMPS)/lint ## Formats and lints of Rust, Python, C++ and Markdown; types of Python; links between pages
 	cargo fmt --all --check
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --locked --manifest-path loom/Cargo.toml --target-dir target/loom --tests -- -D warnings
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary

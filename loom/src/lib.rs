@@ -146,7 +146,7 @@ fn members_that_arrive_see_what_all_wrote_before() {
             // SAFETY: the other member reads it after the arrival only.
             cell(me).with_mut(|value| unsafe { *value = phase });
             arrivals.arrive(phase);
-            while let Err(seen) = arrivals.look(phase) {
+            while let Err(seen) = arrivals.poll(phase) {
                 arrivals.event.sleep(seen, POLL_INTERVAL);
             }
             // SAFETY: the other member writes it before its arrival only.

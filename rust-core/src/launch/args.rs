@@ -101,8 +101,8 @@ impl LauncherArgs {
             command.extend([python.as_os_str().to_owned(), "-u".into()]);
             if self.module {
                 command.push("-m".into());
-            } else if !self.script().exists() {
-                return Err(Error::Config(format!("there is no script `{}`", self.script().display())));
+            } else if !is_script(self.script()) {
+                return Err(Error::Config(self.missing_script()));
             }
         }
         command.extend(self.program.iter().cloned());
@@ -111,6 +111,15 @@ impl LauncherArgs {
 
     fn script(&self) -> &Path {
         Path::new(self.program.first().expect("clap requires one word"))
+    }
+
+    fn missing_script(&self) -> String {
+        let script = self.script().display().to_string();
+        let mut text = format!("there is no script `{script}`");
+        if script.rsplit('/').next().is_some_and(|name| name.starts_with("python")) {
+            text.push_str("; each rank is started with this Python: leave the word out, or pass --no-python");
+        }
+        text
     }
 
     /// The arguments of the script or module.
@@ -126,6 +135,11 @@ impl LauncherArgs {
         let script = std::path::absolute(self.script()).ok()?;
         script.parent().map(Path::to_owned)
     }
+}
+
+/// Whether Python runs `path` as a script: any file, or a folder with a `__main__.py`.
+fn is_script(path: &Path) -> bool {
+    if path.is_dir() { path.join("__main__.py").exists() } else { path.exists() }
 }
 
 /// Maximum number of processes of one job.
@@ -198,5 +212,17 @@ mod tests {
     fn a_missing_script_is_named() {
         let error = parsed("smdrun -n 1 no/such.py").command(Path::new("/py")).unwrap_err();
         assert_eq!(error.to_string(), "there is no script `no/such.py`");
+        // Also a folder of that name that Python could not run.
+        let folder = std::env::temp_dir().join(format!("smd-args-{}", std::process::id()));
+        let path = folder.join("python3");
+        std::fs::create_dir_all(&path).expect("the folder is writable");
+        let line = format!("smdrun -n 1 {} train.py", path.display());
+        let text = parsed(&line).command(Path::new("/py")).unwrap_err().to_string();
+        assert!(
+            text.ends_with("python3`; each rank is started with this Python: leave the word out, or pass --no-python")
+        );
+        std::fs::write(path.join("__main__.py"), "").expect("the folder is writable");
+        assert!(parsed(&line).command(Path::new("/py")).is_ok());
+        std::fs::remove_dir_all(&folder).expect("the folder is there");
     }
 }
