@@ -84,6 +84,9 @@ def measure_bucket_bytes(group: int, device: int) -> int | None:
     group. Collective.
     """
 
+def are_unchanged(containers: list[tuple[object, object, bool]]) -> bool:
+    """Return whether containers have the items, or with ``True`` the attributes, that they had: identical objects."""
+
 def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
     """The size in bytes of a bucket of `mib` MiB, or the default for gradients on a device or in CPU memory."""
 

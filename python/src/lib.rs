@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod buckets;
 mod checkpoint;
 mod config;
+mod containers;
 mod elastic;
 mod enter;
 mod error;
@@ -40,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(buckets::bucket_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::bucket_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(config::setting, module)?)?;
+    module.add_function(wrap_pyfunction!(containers::are_unchanged, module)?)?;
     module.add_function(wrap_pyfunction!(config::cache_folder, module)?)?;
     module.add_function(wrap_pyfunction!(config::untrusted, module)?)?;
     module.add_function(wrap_pyfunction!(launch::smdrun, module)?)?;

@@ -22,14 +22,15 @@ from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime import offloading
+from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
 from smdistributed.modelparallel.torch.runtime.storage_copies import StoragePart, copied, is_whole
 from smdistributed.modelparallel.torch.runtime.task_execution import (
-    FlatTask,
     GradAutocastState,
     casts_are_cached,
+    run_planned,
     task_outputs,
 )
 from smdistributed.modelparallel.torch.runtime.transfers import PendingReceive, Transfers
@@ -192,12 +193,12 @@ class Executor:
                 draws = mb.recording.draws.get(task_number, ())
                 for draw in draws:
                     draw.start()
-                if task.flat is None:
-                    task.flat = FlatTask.of(task)
-                if task.flat is False:
+                if task.plan is None:
+                    task.plan = CallPlan.of(task)
+                if task.plan is False or (self._early and task.plan.has_replicated):
                     self._run_task(task, env)
                 else:
-                    task.flat.run(task, env)
+                    run_planned(task, task.plan, env)
                 for draw in draws:
                     draw.stop()
                 if snapshots is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
-from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
+from smdistributed.modelparallel.torch.tracing.tasks import Context, Task
 
 
 def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
@@ -63,43 +64,20 @@ def task_outputs(
     return outputs
 
 
-class FlatTask:
-    """Runs a task with plain values and constants as arguments, no in-place write and one output tensor.
-
-    Most tasks are of this kind.
-    """
-
-    __slots__ = ("_args", "_kwargs", "_named", "_output", "_placed")
-
-    def __init__(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._args, self._kwargs = list(args), dict(kwargs)
-        self._placed = [(place, item.index) for place, item in enumerate(args) if type(item) is Value]
-        self._named = [(name, item.index) for name, item in kwargs.items() if type(item) is Value]
-        self._output = task.outputs[0].index
-
-    @classmethod
-    def of(cls, task: Task) -> FlatTask | Literal[False]:
-        """Return ``False`` if the task is not of this kind."""
-        spec = task.output_spec
-        kwargs = task.kwargs or {}
-        items = [*task.args, *kwargs.values()]
-        flat = all(type(item) in pytree.ATOMS or (type(item) is Value and item.parameter is None) for item in items)
-        if not flat or spec is None or spec.mutated or type(spec.template) is not pytree.Slot:
-            return False
-        return cls(task, task.args, kwargs)
-
-    def run(self, task: Task, env: dict[int, torch.Tensor]) -> None:
-        """Run the task and add its result to ``env``."""
-        args, kwargs = self._args.copy(), self._kwargs
-        for place, index in self._placed:
-            args[place] = env[index]
-        if self._named:
-            kwargs = kwargs | {name: env[index] for name, index in self._named}
-        result = task.call(*args, **kwargs)
+def run_planned(task: Task, plan: CallPlan, env: dict[int, torch.Tensor]) -> None:
+    """Run a task with a plan for its arguments, and add its results to ``env``."""
+    args, kwargs = plan.arguments(task, env)
+    result = task.call(*args, **kwargs)
+    if plan.is_single_output:
         meta = task.known_spec.metas[0]
         if not isinstance(result, torch.Tensor) or result.shape != meta.shape or result.dtype is not meta.dtype:
             check(task, pytree.tensors_of(result))
-        env[self._output] = result
+        env[task.outputs[0].index] = result
+        return
+    outputs = pytree.tensors_of(result)
+    check(task, outputs)
+    for value, tensor in zip(task.outputs, outputs, strict=True):
+        env[value.index] = tensor
 
 
 class GradAutocastState:

@@ -67,10 +67,20 @@ class CopyOnWriteTensors:
     def add(self, task: Task, tensors: Sequence[torch.Tensor], microbatch: int) -> None:
         """Record the replicated tensors among the arguments of a task."""
         for read, _, _ in self._reading:
-            read += tensors
-        for tensor in tensors:
-            if tensor.layout == torch.strided:
-                self._tasks.setdefault(storage_of(tensor), []).append((microbatch, task, tensor))
+            read += (tensor for tensor in tensors if tensor.layout != torch.strided)
+        self.add_strided(
+            task, [(tensor, storage_of(tensor)) for tensor in tensors if tensor.layout == torch.strided], microbatch
+        )
+
+    def add_strided(self, task: Task, tensors: Sequence[tuple[torch.Tensor, int]], microbatch: int) -> None:
+        """Record replicated tensors among the arguments of a task, with the ids of their storages."""
+        for read, _, _ in self._reading:
+            read += (tensor for tensor, _ in tensors)
+        for tensor, storage in tensors:
+            held = self._tasks.get(storage)
+            if held is None:
+                held = self._tasks[storage] = []
+            held.append((microbatch, task, tensor))
 
     def add_view(self, remote: RemoteTensor, tensor: torch.Tensor) -> None:
         """Record that a located tensor shares its storage with a replicated one."""

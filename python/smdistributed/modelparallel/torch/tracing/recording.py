@@ -221,8 +221,9 @@ class Recording(TorchFunctionMode):
             args, kwargs = pytree.transform((args, kwargs), self._as_integer)
         if self._replay is not None:
             tensors: list[torch.Tensor] = []
+            self._replay.body_calls_function()
             call = self._replay.find(func, False, args, kwargs, tensors, self.digest)
-            task = None if call is None else self._replay.task(call, self._context(), args, kwargs)
+            task = None if call is None else self._replay.task(call, self.pipeline.module_state.current, args, kwargs)
             if call is not None and task is not None and self.storages.writes_alike(task, tensors):
                 return self._replay_call(call, task, tensors)
         operands = replicated_operations.operands(self, args, kwargs)
@@ -308,7 +309,8 @@ class Recording(TorchFunctionMode):
             tensors: list[torch.Tensor] = []
             containers: list[Any] = []
             known = self._replay.find(what, module.training, args, kwargs, tensors, self.digest, containers)
-            again = None if known is None else self._replay.task(known, self._context(), args, kwargs)
+            now = self.pipeline.module_state.current
+            again = None if known is None else self._replay.task(known, now, args, kwargs)
             if (
                 known is not None
                 and again is not None
@@ -337,7 +339,7 @@ class Recording(TorchFunctionMode):
         if call.task.overwritten:
             self.storages.lose_views_of_state(task)
         if not call.is_plain:
-            self.copy_on_write.add(task, [tensor for tensor in tensors if not self.is_located(tensor)], self.microbatch)
+            self.copy_on_write.add_strided(task, self._replay.replicated, self.microbatch)
         spec = task.known_spec
         if spec.changed_state:
             changed_state.note(self.pipeline, task, spec)
@@ -358,7 +360,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _add(self, task: Task, encoder: Encoder, what: Any, rank: int | None) -> Any:
-        task.context = self._context()
+        task.context = Context.current(self.pipeline.module_state.current)
         key = None if encoder.unknown else (what, encoder.key(), task.context.key())
         specs = self.pipeline.output_specs
         spec = specs.known(key)
@@ -408,7 +410,7 @@ class Recording(TorchFunctionMode):
             task, [leaf for leaf in encoder.leaves if isinstance(leaf, torch.Tensor)], self.microbatch
         )
         if spec is None:
-            # Only the rank with the inputs can find the outputs: it runs the task now and informs the other ranks.
+            # Only the rank with the inputs can find the outputs: it runs the task now and informs the others.
             numbers_matter = task.module is None or self.pipeline.depends_on_numbers(task.module)
             spec = self._run_now(task, encoder)
             if not numbers_matter:
@@ -594,9 +596,6 @@ class Recording(TorchFunctionMode):
                 self._kept.append(tensor)
                 return taken
         raise self.pipeline.stale_storages.error(tensor)
-
-    def _context(self) -> Context:
-        return Context.current(self.pipeline.module_state.current)
 
     # Functions that the body calls directly.
 

@@ -8,21 +8,23 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.copy_on_write import storage_of
 from smdistributed.modelparallel.torch.tracing.encoder import leave_out
 from smdistributed.modelparallel.torch.tracing.remote_tensor import RemoteTensor, TensorMeta
 
 if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.tracing.attributes.module_state import AttributeSnapshot
     from smdistributed.modelparallel.torch.tracing.recording import Recording
-    from smdistributed.modelparallel.torch.tracing.tasks import Context, Task, Value
+    from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
 class Replicated:
@@ -46,9 +48,13 @@ class Call:
         digest_before: The recording's digest before the call.
         state_after: The recording's digest, levels and number of values after the call.
         is_plain: Whether there are no replicated tensors.
+        new_args, new_kwargs: The places and names of arguments with replicated tensors, if the task gets no containers.
     """
 
-    __slots__ = ("args", "before", "digest_before", "is_plain", "kwargs", "state_after", "task", "training", "what")
+    __slots__ = (
+        "args", "before", "digest_before", "is_plain", "kwargs", "new_args", "new_kwargs", "state_after", "task",
+        "training", "what",
+    )  # fmt: skip
 
     def __init__(self, what: Any, training: bool, task: Task, args: Any, kwargs: Any) -> None:
         self.what, self.training = what, training
@@ -64,6 +70,11 @@ class Call:
             self.args, self.kwargs = object_state.snapshot(args, kwargs, leaf)
         else:
             self.args, self.kwargs = pytree.transform(args, leaf), pytree.transform(kwargs, leaf)
+        self.new_args: list[int] = []
+        self.new_kwargs: list[str] = []
+        if not self.is_plain and not task.has_containers:
+            self.new_args = [place for place, item in enumerate(self.args) if _has_replicated(item)]
+            self.new_kwargs = [name for name, item in (self.kwargs or {}).items() if _has_replicated(item)]
         self.task = task
         self.before: list[Task] = []
         self.digest_before = 0
@@ -74,7 +85,8 @@ class Call:
         self.before, self.state_after = before, after
         if not self.is_plain:
             # Values that belong to this microbatch only are not kept for the next one.
-            self.task = copy.copy(task)
+            task.plan = CallPlan.of(task)
+            self.task = task.copy()
             self.task.args, self.task.kwargs = self.args, self.kwargs
 
 
@@ -87,7 +99,9 @@ class Replay:
         recording: The recording that repeats the calls.
     """
 
-    __slots__ = ("_calls", "_containers", "_located", "_paired", "_pairs", "_recording", "place")
+    __slots__ = (
+        "_calls", "_compared", "_containers", "_located", "_paired", "_pairs", "_recording", "place", "replicated",
+    )  # fmt: skip
 
     def __init__(self, calls: list[Call], located: Mapping[int, Value], recording: Recording) -> None:
         self._calls, self._located, self._recording, self.place = calls, located, recording, 0
@@ -96,6 +110,15 @@ class Replay:
         self._pairs: dict[int, Any] = {}
         #: Ids of the known call's containers that have a counterpart.
         self._paired: set[int] = set()
+        #: Replicated tensors among the arguments of the call that was found last, with the ids of their storages.
+        self.replicated: list[tuple[torch.Tensor, int]] = []
+        #: Replicated tensors, by id, with their metadata and storages; until the body calls a function, which may
+        #: change these.
+        self._compared: dict[int, tuple[TensorMeta, tuple[torch.Tensor, int]]] = {}
+
+    def body_calls_function(self) -> None:
+        """Read the metadata of tensors again from now on."""
+        self._compared.clear()
 
     def find(
         self,
@@ -109,8 +132,8 @@ class Replay:
     ) -> Call | None:
         """Return the next known call, if it is the same as this call.
 
-        ``tensors`` then gets the tensors among its arguments. For a module's call, ``containers`` gets the containers
-        that it may change.
+        ``tensors`` then gets the tensors among its arguments, and :attr:`replicated` the replicated ones. For a
+        module's call, ``containers`` gets the containers that it may change.
         """
         if self.place >= len(self._calls):
             return None
@@ -123,16 +146,29 @@ class Replay:
             self._pairs = {}
             self._paired = set()
         self._containers = containers
-        if call.training is not training or not self._same(call.args, args, tensors):
+        self.replicated = []
+        if call.training is not training or len(call.args) != len(args):
+            return None
+        if not self._same_arguments(call.args, args, tensors):
             return None
         if call.kwargs or kwargs:
             known = call.kwargs
-            if list(known) != list(kwargs):
+            if list(known) != list(kwargs) or not self._same_arguments(known.values(), kwargs.values(), tensors):
                 return None
-            for name, item in kwargs.items():
-                if not self._same(known[name], item, tensors):
-                    return None
         return call
+
+    def _same_arguments(self, known: Iterable[Any], values: Iterable[Any], tensors: list[torch.Tensor]) -> bool:
+        """Compare arguments, most of which are remote tensors and constants, without a call for each."""
+        atoms, recording = pytree.ATOMS, self._recording
+        for one, value in zip(known, values, strict=True):
+            kind = type(value)
+            if kind is RemoteTensor:
+                tensors.append(value)
+                if value.value is not one or value.recording is not recording:
+                    return False
+            elif (value is not one or kind not in atoms) and not self._same(one, value, tensors):
+                return False
+        return True
 
     def _same(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
         kind = type(value)
@@ -143,19 +179,29 @@ class Replay:
         if kind in pytree.ATOMS:
             # 0.0 and -0.0 are equal, but different arguments.
             return type(known) is kind and (known is value or (known == value and repr(known) == repr(value)))
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            located = self._located.get(id(value))
+            if located is not None:
+                return located is known
+            if self._recording.pipeline.stale_storages.has(value) or type(known) is not Replicated:
+                return False
+            compared = self._compared.get(id(value))
+            if compared is None:
+                if value.layout != torch.strided:
+                    return False
+                compared = self._compared[id(value)] = TensorMeta.of(value), (value, storage_of(value))
+            self.replicated.append(compared[1])
+            return known.meta == compared[0]
         if kind is not tuple and self._containers is not None and object_state.is_container(kind):
             return self._same_container(known, value, tensors)
         if kind is tuple or kind is list:
-            return (
-                type(known) is kind
-                and len(known) == len(value)
-                and all(self._same(a, b, tensors) for a, b in zip(known, value, strict=True))
-            )
+            return type(known) is kind and len(known) == len(value) and self._same_arguments(known, value, tensors)
         if kind is dict:
             return (
                 type(known) is kind
                 and list(known) == list(value)
-                and all(self._same(a, b, tensors) for a, b in zip(known.values(), value.values(), strict=True))
+                and self._same_arguments(known.values(), value.values(), tensors)
             )
         if kind is slice:
             parts = (value.start, value.stop, value.step)
@@ -165,14 +211,6 @@ class Replay:
                 and not any(isinstance(part, torch.Tensor) for part in parts)
                 and self._same((known.start, known.stop, known.step), parts, tensors)
             )
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            located = self._located.get(id(value))
-            if located is not None:
-                return located is known
-            if self._recording.pipeline.stale_storages.has(value):
-                return False
-            return type(known) is Replicated and value.layout == torch.strided and known.meta == TensorMeta.of(value)
         return known is value and callable(value)
 
     def _same_container(self, known: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
@@ -200,26 +238,39 @@ class Replay:
         pairs += zip(before.attributes.values(), now.attributes.values(), strict=True)
         return all(self._same(one, other, tensors) for one, other in pairs)
 
-    def task(self, call: Call, context: Context, args: Any, kwargs: Any) -> Task | None:
-        """Return the task of a call that :meth:`find` has found, for this microbatch; ``None`` to record it instead."""
+    def task(self, call: Call, modules: AttributeSnapshot, args: Any, kwargs: Any) -> Task | None:
+        """Return the task of a call that :meth:`find` has found, for this microbatch; ``None`` to record it instead.
+
+        ``modules`` are the attributes of modules at the call.
+        """
         known = call.task
-        if not known.context.same(context):
+        if not known.context.is_current(modules):
             return None
         if call.is_plain:
             return known
         if call.before:
             return None
-        task = copy.copy(known)
-        if not known.has_containers:
-            task.args, task.kwargs = pytree.transform((args, kwargs or {}), self._leaf)
+        task = known.copy()
+        if known.has_containers:
+            task.args, task.kwargs = object_state.snapshot(args, kwargs, self._leaf)
+            if task.known_spec.unread:
+                leave_out(task, task.known_spec.unread)
             return task
-        task.args, task.kwargs = object_state.snapshot(args, kwargs, self._leaf)
-        if task.known_spec.unread:
-            leave_out(task, task.known_spec.unread)
+        if call.new_args:
+            new_args = list(known.args)
+            for place in call.new_args:
+                new_args[place] = pytree.transform(args[place], self._leaf)
+            task.args = tuple(new_args)
+        if call.new_kwargs:
+            task.kwargs = known.kwargs | {name: pytree.transform(kwargs[name], self._leaf) for name in call.new_kwargs}
         return task
 
     def _leaf(self, tensor: Any) -> Any:
         return tensor.value if type(tensor) is RemoteTensor else self._located.get(id(tensor), tensor)
+
+
+def _has_replicated(item: Any) -> bool:
+    return any(type(leaf) is Replicated for leaf in pytree.tensors_of(item))
 
 
 def _same_partial(known: Any, what: Any) -> bool:

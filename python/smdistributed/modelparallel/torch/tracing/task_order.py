@@ -106,11 +106,8 @@ def reorder(recording: Recording, order: Sequence[int]) -> None:
     recording.tasks[:] = [recording.tasks[number] for number in order]
     values = [value for task in recording.tasks for value in task.outputs]
     # Equal microbatches share their values, which the first of them has renumbered.
-    if any(value.index != number for number, value in enumerate(values)):
-        for number, value in enumerate(values):
-            value.index = number
-        for task in recording.tasks:
-            task.flat = None
+    for number, value in enumerate(values):
+        value.index = number
 
 
 def digest(pipeline: Pipeline, recording: Recording) -> int:

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.runtime.task_execution import FlatTask
+    from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 
 _DEVICE_NUMBER = re.compile(r", index=\d+")
 
@@ -109,6 +109,14 @@ class Context:
         )
         return cls(torch.is_grad_enabled(), autocast, modules)
 
+    def is_current(self, modules: AttributeSnapshot) -> bool:
+        """Return whether this is the current state; ``modules`` is the part that PyTorch does not store."""
+        if self.modules is not modules or self.grad is not torch.is_grad_enabled():
+            return False
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return self.autocast == self.current(modules).autocast
+        return not self.autocast
+
     def key(self) -> Any:
         """Return a key that is equal for equal contexts."""
         return (self.grad, self.autocast, self.modules)
@@ -155,8 +163,8 @@ class Task:
     """
 
     __slots__ = (
-        "args", "call", "changes", "context", "digest", "flat", "has_containers", "inputs", "kwargs", "level", "module",
-        "name", "output_spec", "outputs", "overwritten", "parts", "rank", "signature", "writes",
+        "args", "call", "changes", "context", "digest", "has_containers", "inputs", "kwargs", "level", "module",
+        "name", "output_spec", "outputs", "overwritten", "parts", "plan", "rank", "signature", "writes",
     )  # fmt: skip
 
     def __init__(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -172,19 +180,22 @@ class Task:
         self.output_spec: OutputSpec | None = None
         #: Keys of storages of parameters and buffers that the called module writes to, if the body has views of them.
         self.overwritten: tuple[int | str, ...] = ()
-        #: How the executor runs the task; ``None`` until it has decided.
-        self.flat: FlatTask | Literal[False] | None = None
+        #: How to fill the arguments; ``False`` if each microbatch has to look at them, ``None`` until it is known.
+        self.plan: CallPlan | Literal[False] | None = None
         self.context: Context = None  # type: ignore[assignment]
 
-    def __copy__(self) -> Task:
-        # Like `copy.copy`, but several times as fast: each microbatch copies the tasks with replicated tensors.
+    def copy(self) -> Task:
+        """Return a copy that shares all parts; several times as fast as :func:`copy.copy`.
+
+        Each microbatch copies the tasks with replicated tensors.
+        """
         new = Task.__new__(Task)
-        new.args, new.call, new.context, new.digest, new.flat = (
+        new.args, new.call, new.context, new.digest, new.plan = (
             self.args,
             self.call,
             self.context,
             self.digest,
-            self.flat,
+            self.plan,
         )
         new.has_containers, new.inputs, new.kwargs = self.has_containers, self.inputs, self.kwargs
         new.level, new.module, new.name, new.output_spec = self.level, self.module, self.name, self.output_spec

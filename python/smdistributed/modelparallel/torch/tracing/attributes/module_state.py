@@ -28,9 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed import _core
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.tracing.attributes import object_state
+from smdistributed.modelparallel.torch.tracing.attributes.attribute_output import AttributeOutput
 from smdistributed.modelparallel.torch.tracing.attributes.attribute_tensors import (
     AttributeTensor,
     AttributeTensors,
@@ -76,38 +78,18 @@ class AttributeSnapshot:
         return self.text
 
 
-class _Output:
-    """An attribute that calls set to tensors (MST-3).
-
-    Attributes:
-        owner: The module.
-        value: Its value for tasks: that of the last task that has run, at first that before the step.
-        shown: Its value for the body: remote tensors, or what the body has set after the last call.
-        is_set: Whether the body has set it after the last call.
-        remote: The remote tensors, with their values and recordings when the call was recorded.
-    """
-
-    __slots__ = ("is_set", "owner", "remote", "shown", "value")
-
-    def __init__(self, owner: Any, value: Any) -> None:
-        self.owner, self.value, self.shown = owner, value, value
-        self.is_set = False
-        self.remote: list[tuple[RemoteTensor, Any, Any]] = []
-
-    def show(self, value: Any, is_set: bool) -> None:
-        """Show the body a value, which it has set itself or which a call has set."""
-        self.shown, self.is_set = value, is_set
-        leaves = [] if is_set else [leaf for leaf in pytree.tensors_of(value) if type(leaf) is RemoteTensor]
-        self.remote = [(leaf, leaf.value, leaf.recording) for leaf in leaves]
-
-
 class _Reached(NamedTuple):
     """Containers and plain tensors in attributes of a module, and ids of what other modules may share (ORD-3)."""
 
     containers: list[TrackedContainer]
     tensors: list[AttributeTensor]
     parts: tuple[int, ...]
+    #: The containers as `_core.are_unchanged` takes them, if it takes all of them.
+    watched: list[tuple[Any, Any, bool]] | None
 
+
+#: Containers, plain tensors, and ids of parameters and buffers, in the attributes of one module.
+_OwnParts = tuple[list[TrackedContainer], list[AttributeTensor], list[int]]
 
 #: The attributes as they were at the start of the step.
 UNCHANGED = AttributeSnapshot({}, "{}", {})
@@ -150,7 +132,7 @@ class ModuleState:
         self._past: list[AttributeSnapshot] = []
         #: Attributes that calls have set to tensors, until the bodies of the step have ended; and their keys, until the
         #: next step.
-        self._outputs: dict[tuple[int, str], _Output] = {}
+        self._outputs: dict[tuple[int, str], AttributeOutput] = {}
         self._set_by_calls: set[tuple[int, str]] = set()
         #: Attributes that the body has set to tensors on partitions, which no call can read.
         self._given: set[tuple[int, str]] = set()
@@ -158,7 +140,7 @@ class ModuleState:
         self._lost: set[tuple[int, str]] = set()
         #: The attributes of `_outputs` at the end of the bodies of the last step; then their owners, remote tensors
         #: and values at its end (MST-6).
-        self._ending: dict[tuple[int, str], _Output] = {}
+        self._ending: dict[tuple[int, str], AttributeOutput] = {}
         self._ended: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         #: Attributes that calls change (MST-4), and a function to call when the first one is found.
         self.changed_by_calls: set[tuple[int, str]] = set()
@@ -171,6 +153,8 @@ class ModuleState:
         self._contents: dict[int, tuple[Any, list[TrackedContainer], list[torch.Tensor]]] = {}
         #: Those that a called module reaches, by its id.
         self._reached: dict[int, _Reached] = {}
+        #: What each module has in attributes of its own, by its id, with the number of its attributes then.
+        self._own: dict[int, tuple[int, _OwnParts]] = {}
         self.shared = SharedParts(self, modules, others)
         self._assigned: list[tuple[str, torch.Tensor]] = []
         #: The specs of calls that change state, as noted in this step, by the ids of the module and of the spec.
@@ -201,6 +185,7 @@ class ModuleState:
         self.tensors.clear()
         self._called.clear()
         self._reached.clear()
+        self._own.clear()
         self._assigned.clear()
         self.shared.forget_holders()
         self.noted.clear()
@@ -224,7 +209,7 @@ class ModuleState:
             self._parts_of(self._modules)
             self.shared.keep(self._tracked)
         reached = self._reached.get(id(module)) or self._reached_by(module, stale)
-        if reached.containers:
+        if reached.containers and not (reached.watched and _core.are_unchanged(reached.watched)):
             self._note_contents(reached.containers)
             if not self._reached:
                 # The body has put other containers into these.
@@ -251,7 +236,11 @@ class ModuleState:
             parts += dict.fromkeys(storage_of(each.tensor) for each in tensors)
             parts += self.shared.tied_in(modules)
             parts += dict.fromkeys((*registered, *self.views.reached(each.tensor for each in tensors)))
-            reached = self._reached[id(module)] = _Reached(containers, tensors, tuple(parts))
+            watched = [each.watched() for each in containers]
+            known = [each for each in watched if each is not None]
+            reached = self._reached[id(module)] = _Reached(
+                containers, tensors, tuple(parts), known if len(known) == len(watched) else None
+            )
             self._called.update(map(id, modules))
             self.shared.check_reached(self._ranks.get(id(module)), containers, tensors, stale)
         return reached
@@ -282,23 +271,36 @@ class ModuleState:
         tensors: list[AttributeTensor] = []
         registered: list[int] = []
         for module in modules:
-            path, rank = self._paths.get(id(module), ""), self._ranks.get(id(module))
-            for name, value in vars(module).items():
-                if type(value) in ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
-                    continue
-                full = f"{path}.{name}" if path else name
-                containers, leaves = self.parts_of_value(value, full)
-                for container in containers:
-                    if rank is not None:
-                        container.ranks.add(rank)
-                    found[id(container)] = container
-                for leaf in leaves:
-                    if self.shared.is_registered(leaf):
-                        registered.append(id(leaf))
-                    if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
-                        tensors.append(AttributeTensor(leaf, module, name, full, rank, leaf is value))
-                        self.tensors.add(tensors[-1])
+            count, own = self._own.get(id(module), (0, None))
+            if own is None or count != len(vars(module)):
+                own = self._own_parts(module)
+                self._own[id(module)] = len(vars(module)), own
+            found.update((id(container), container) for container in own[0])
+            tensors += own[1]
+            registered += own[2]
         return list(found.values()), tensors, registered
+
+    def _own_parts(self, module: nn.Module) -> _OwnParts:
+        containers: list[TrackedContainer] = []
+        tensors: list[AttributeTensor] = []
+        registered: list[int] = []
+        path, rank = self._paths.get(id(module), ""), self._ranks.get(id(module))
+        for name, value in vars(module).items():
+            if type(value) in ATOMS or name in _INTERNALS or self._is_shown((id(module), name)):
+                continue
+            full = f"{path}.{name}" if path else name
+            parts, leaves = self.parts_of_value(value, full)
+            if rank is not None:
+                for container in parts:
+                    container.ranks.add(rank)
+            containers += parts
+            for leaf in leaves:
+                if self.shared.is_registered(leaf):
+                    registered.append(id(leaf))
+                if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
+                    tensors.append(AttributeTensor(leaf, module, name, full, rank, leaf is value))
+                    self.tensors.add(tensors[-1])
+        return containers, tensors, registered
 
     def attributes_of(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of a module that may have containers or tensors in them."""
@@ -356,6 +358,7 @@ class ModuleState:
     def _forget_reached(self) -> None:
         """Forget which containers attributes and modules reach: a container refers to other ones now."""
         self._reached.clear()
+        self._own.clear()
         self._contents.clear()
         self.shared.forget_holders()
 
@@ -389,6 +392,7 @@ class ModuleState:
             values[key] = after
         if type(before) not in ATOMS or type(after) not in ATOMS:
             self._reached.clear()
+            self._own.clear()
             self.shared.forget_holders()
         self._set_current(values, self.current.contents)
 
@@ -440,7 +444,8 @@ class ModuleState:
         output = self._outputs.get(key)
         if output is None:
             value = self._before[key][2] if key in self._before else _value(owner, name)
-            output = self._outputs[key] = _Output(owner, value)
+            output = self._outputs[key] = AttributeOutput(owner, value)
+            self._own.pop(id(owner), None)
             self._set_by_calls.add(key)
         output.show(tensors, is_set=False)
         self._given.discard(key)

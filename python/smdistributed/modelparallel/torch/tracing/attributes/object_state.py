@@ -119,6 +119,11 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
+def has_slots(kind: type) -> bool:
+    """Return whether instances have attributes in slots, or no dictionary of attributes."""
+    return bool(_slots(kind)) or not kind.__dictoffset__
+
+
 def _dictionary_of(value: Any) -> dict[str, Any]:
     """Return the dictionary in which an object has its attributes; an empty one if it has none."""
     try:

@@ -5,6 +5,7 @@ See MST-7 in :mod:`.module_state`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,15 @@ class TrackedContainer:
     def __init__(self, path: str, value: Any, ranks: Iterable[int] = ()) -> None:
         self.path, self.value, self.ranks = path, value, set(ranks)
         self.before = self.state = object_state.State(value)
+
+    def watched(self) -> tuple[Any, Any, bool] | None:
+        """Return the container with its state as ``_core.are_unchanged`` takes it; ``None`` for rarer kinds."""
+        kind = type(self.value)
+        if kind is list or kind is dict:
+            return self.value, self.state.items, False
+        if isinstance(self.value, list | dict | set | deque) or object_state.has_slots(kind):
+            return None
+        return self.value, self.state.attributes, True
 
     def put(self, old: object_state.State, new: object_state.State) -> None:
         """Replace a state that the body has given it by another one; changes by calls are kept (MST-4)."""
