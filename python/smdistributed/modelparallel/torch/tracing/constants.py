@@ -65,7 +65,7 @@ class Constants:
 
         Args:
             func: The function.
-            key: Returns a description of its arguments without the values of tensors; ``None`` if there is none.
+            key: Returns a description of its arguments, which need not describe the tensors; ``None`` if there is none.
             tensors: The tensors among its arguments, in the order of the description.
             compute: Calls the function.
 

@@ -42,15 +42,27 @@ def run(
     """Compute an operation whose operands are ``tensors``, which may be written to."""
 
     def key() -> Any:
-        described = encoder
-        if described is None:
-            described = Encoder(recording.located, recording)
-            described.encode(args)
-            if kwargs:
-                described.encode(kwargs)
-        return None if described.unknown else described.key()
+        if encoder is None:
+            return _constants_of(args, kwargs)
+        return None if encoder.unknown else encoder.key()
 
     compute = functools.partial(recording.copy_on_write.call, func, args, kwargs, tensors, recording.microbatch)
     result = recording.pipeline.constants.call(func, key, tensors, compute)
     recording.outside_tensors.note_result(result, tensors)
     return result
+
+
+def _constants_of(args: Any, kwargs: Any) -> Any:
+    """Return a key of arguments that are plain values and, in a place of their own, replicated tensors.
+
+    Tensors are not described: whoever uses the key knows them.
+    """
+    items = (*args, *kwargs.values()) if kwargs else args
+    values = tuple([None if isinstance(item, torch.Tensor) else _described(item) for item in items])
+    return len(args), tuple(kwargs) if kwargs else (), values
+
+
+def _described(item: Any) -> tuple[str, Any]:
+    kind = type(item)
+    # 0.0 and -0.0 are equal, but different arguments.
+    return kind.__name__, str(item) if kind in (float, complex) else item
