@@ -6,15 +6,15 @@
 //!    costs)                            returned values)
 //! ```
 //!
-//! - LAY-1: a stage holds the tasks of one rank that have the same level, which is the number of changes of rank
+//! - STAGE-1: a stage holds the tasks of one rank that have the same level, which is the number of changes of rank
 //!   before them. So every edge leads to a later stage, and stages can be ordered.
-//! - LAY-2: a stage whose values only one other stage of its rank uses is merged into that stage, because it need not
+//! - STAGE-2: a stage whose values only one other stage of its rank uses is merged into that stage, because it need not
 //!   run earlier.
-//! - LAY-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
+//! - STAGE-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
 //!   parameter that no loss depends on has no gradient, as in one process.
-//! - LAY-5: a stage comes after the stages with tasks that its tasks must follow on their rank, because they read and
-//!   change the same state. LAY-2 counts them like users of a value.
-//! - LAY-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
+//! - STAGE-5: a stage comes after the stages with tasks that its tasks must follow on their rank, because they read and
+//!   change the same state. STAGE-2 counts them like users of a value.
+//! - STAGE-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -36,11 +36,11 @@ pub struct ProducedTensor {
 pub struct Task {
     /// The rank that runs it.
     pub rank: usize,
-    /// The level (LAY-1).
+    /// The level (STAGE-1).
     pub level: usize,
     /// Numbers of its inputs.
     pub inputs: Vec<usize>,
-    /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (LAY-5).
+    /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (STAGE-5).
     pub follows: Vec<usize>,
     /// The values that it computes.
     pub outputs: Vec<ProducedTensor>,
@@ -59,7 +59,7 @@ pub struct Section {
     pub rank: usize,
     /// Numbers of the tasks, in order.
     pub tasks: Vec<usize>,
-    /// Inputs from other stages, by producer; none for a stage that must only come before (LAY-5).
+    /// Inputs from other stages, by producer; none for a stage that must only come before (STAGE-5).
     pub inputs: BTreeMap<usize, Vec<usize>>,
     /// Outputs to other stages, by consumer; none for a stage that must only come after.
     pub outputs: BTreeMap<usize, Vec<usize>>,
@@ -84,7 +84,7 @@ pub struct StageGraph {
     producers: Vec<usize>,
     /// For each value, its producer's task.
     sources: Vec<usize>,
-    /// For each value, whether it gets a gradient (LAY-4).
+    /// For each value, whether it gets a gradient (STAGE-4).
     reached: Vec<bool>,
 }
 
@@ -239,7 +239,7 @@ impl StageGraph {
         values.copied().filter(|&value| self.reached.get(value).copied().unwrap_or(false)).collect()
     }
 
-    /// Marks the values that get gradients, for the backward roots `seeds` (LAY-4).
+    /// Marks the values that get gradients, for the backward roots `seeds` (STAGE-4).
     fn reached_from(&self, seeds: &[usize]) -> Vec<bool> {
         let mut reached = vec![false; self.values.len()];
         let mut open: Vec<usize> = seeds.to_vec();
@@ -290,12 +290,12 @@ impl StageGraph {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].inputs).copied().collect()
     }
 
-    /// Tasks that a stage's tasks must follow (LAY-5), each once, in order.
+    /// Tasks that a stage's tasks must follow (STAGE-5), each once, in order.
     fn followed(&self, stage: &Section) -> BTreeSet<usize> {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].follows).copied().collect()
     }
 
-    /// Merges stages (LAY-2) before they are numbered. `made_by` are the producers of the values from `first_value`
+    /// Merges stages (STAGE-2) before they are numbered. `made_by` are the producers of the values from `first_value`
     /// on.
     fn merged(&self, mut sections: Vec<Section>, first_value: usize, produced_by: &[usize]) -> Vec<Section> {
         let mut home = BTreeMap::new();

@@ -3,10 +3,10 @@
 If an operation fails in between, possibly on this rank only, the core tells the other ranks, which wait for its
 results.
 
-- ATT-3: a step begins when all its inputs are computed. An earlier failure, such as an exhausted iterator, does not
+- SCOPE-3: a step begins when all its inputs are computed. An earlier failure, such as an exhausted iterator, does not
   belong to the step. In a function with several steps, operations that only later steps need may fail while an
   earlier one runs.
-- ATT-4: a step's results are available when it has ended. A failure of operations that use them does not belong to
+- SCOPE-4: a step's results are available when it has ended. A failure of operations that use them does not belong to
   the step.
 """
 

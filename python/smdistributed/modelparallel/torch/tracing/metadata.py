@@ -264,7 +264,7 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         found: Exception, reason: str,
     ) -> OutputSpec:  # fmt: skip
-        """Return the output spec of calls with random values (TRY-1)."""
+        """Return the output spec of calls with random values (PROBE-1)."""
         try:
             specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers)
         except UnknownOutputError:
@@ -297,7 +297,7 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         replicated: bool = False,
     ) -> list[OutputSpec]:  # fmt: skip
-        """Call with several sets of random values; with ``replicated``, replicated tensors keep theirs (TRY-3)."""
+        """Call with several sets of random values; with ``replicated``, replicated tensors keep theirs (PROBE-3)."""
         specs = []
         for sample in range(shape_probe.SAMPLES):
             self._numbers = shape_probe.Numbers(sample, replicated)
