@@ -108,7 +108,7 @@ class Container:
         shutil.rmtree(self.folder)
 
     def train(self, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-        """Runs the toolkit's `train` to its end; its output comes together."""
+        """Runs the toolkit's `train`; returns its output after it has ended."""
         with self.start() as process:
             try:
                 output, _ = process.communicate(timeout=timeout)
@@ -146,7 +146,7 @@ class Container:
         found = {}
         for pid, words, variables in self.processes():
             rank = variables.get("OMPI_COMM_WORLD_RANK")
-            # `smddprun` has the same words after its own.
+            # The command line of `smddprun` contains the same arguments, but does not begin with them.
             if rank is not None and "mpi4py" in words and "python" in Path(words[0]).name and words[1] == "-m":
                 found[int(rank)] = pid
         return found

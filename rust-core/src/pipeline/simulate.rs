@@ -16,7 +16,7 @@ pub struct TaskSpan {
     pub action: Action,
     /// Start, in the unit of the graph's costs.
     pub start: u64,
-    /// End.
+    /// End, in the same unit.
     pub end: u64,
 }
 

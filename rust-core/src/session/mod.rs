@@ -354,13 +354,13 @@ impl Session {
     /// Starts the timeline of collectives by name, if the settings request it.
     fn start_asked_timeline(&self) -> Result<()> {
         let Some(path) = config::NAMES_TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
-        self.start_names_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
+        self.start_horovod_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
         Ok(())
     }
 
     /// On rank 0, starts the timeline of collectives by name ([`timeline::start`]). If it cannot be written, a
     /// warning is logged and training continues.
-    pub fn start_names_timeline(&self, path: &str, mark_cycles: bool) {
+    pub fn start_horovod_timeline(&self, path: &str, mark_cycles: bool) {
         if self.rank() == 0
             && let Err(error) = timeline::start(path, mark_cycles)
         {

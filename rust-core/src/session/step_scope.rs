@@ -5,8 +5,8 @@
 //!
 //! - SCOPE-1: a step that fails and has not ended [`FAILED_STEP_TIMEOUT`] later has failed on all ranks; at once, if it
 //!   fails because another rank did. Its waits here end, and so does this process's part in the job.
-//! - SCOPE-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end of
-//!   the waits, with a more specific message. Then nothing is added.
+//! - SCOPE-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end
+//!   of the waits, with a more specific message. Then nothing is added.
 
 use std::sync::{Arc, Weak};
 use std::thread;

@@ -104,10 +104,10 @@ impl Session {
     ///
     /// # Errors
     /// As [`Numbers::wait`].
-    pub fn hosts_known_anywhere(self: &Arc<Self>, acted: u64, heard: u64, kinds: u8) -> Result<(u64, u64, u8)> {
+    pub fn combine_host_updates(self: &Arc<Self>, handled: u64, latest: u64, kinds: u8) -> Result<(u64, u64, u8)> {
         let call = "check_host_updates";
         let negotiator = self.negotiator(self.process_set(0, call)?)?;
-        let mut own = vec![acted, heard];
+        let mut own = vec![handled, latest];
         own.extend((0..u8::BITS).map(|bit| u64::from(kinds >> bit & 1)));
         let all = Numbers::submit(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| (), |_| ())?
             .wait(call)?;

@@ -656,7 +656,7 @@ FORMS = {"torch": forms_of_torch, "tensorflow": forms_of_tensorflow}
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("framework", "size"), [("torch", 3), ("tensorflow", 2)])
 def test_forms(framework, size):
-    """Asserted on each rank, in `forms_of_tensorflow` and `forms_of_torch`."""
+    """The assertions are in `forms_of_tensorflow` and `forms_of_torch`, which run on each rank."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     run_ranks(FORMS[framework], size, launcher=Forked(framework), env=ENV, timeout=100)

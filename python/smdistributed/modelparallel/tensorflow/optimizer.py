@@ -217,7 +217,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
     if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
         raise SMPUsageError(
             "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply "
-            "what their `accumulate()` gives outside"
+            "the result of their `accumulate()` outside"
         )
     if id(optimizer) in _updating or not _are_of_the_model(variables):
         yield gradients, variables
@@ -275,8 +275,8 @@ def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if getattr(optimizer, "gradient_accumulation_steps", None) and optimizer.global_clipnorm is not None:
         raise SMPUnsupportedError(
-            f"`gradient_accumulation_steps` of `{name}` clips what it has accumulated, whose norm over all partitions "
-            "is not known then: leave `global_clipnorm` out, or take more microbatches"
+            f"`gradient_accumulation_steps` of `{name}` clips the accumulated gradients by their norm, which is "
+            "not known over all partitions: leave `global_clipnorm` out, or use more microbatches"
         )
 
 
@@ -302,9 +302,10 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
             with model._smp_all_variables():
                 names = [_path(each) for each in model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
-                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is "
-                "partitioned, `model.trainable_variables` are those of this partition, as are a step's gradients of "
-                "all of them; gradients of some variables are on all partitions, as is `trainable_variables` of a layer"
+                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`. Once the model is "
+                "partitioned, `model.trainable_variables` contains the variables of this partition only, and gradients "
+                "of all of them are on this partition only. Gradients of some variables, and `trainable_variables` of "
+                "a layer, are on all partitions"
             )
 
 

@@ -189,7 +189,7 @@ impl Job {
     fn enter(&mut self, from: ConnectionId, worker: String) -> Disposition {
         let Some(elastic) = &mut self.elastic else {
             let reason =
-                format!("worker `{worker}` asks for a rank, but ranks come from the launcher's variables here");
+                format!("worker `{worker}` requests a rank, but ranks come from the launcher's variables here");
             self.outbox.push((from, ToClient::Refused { reason }));
             return Disposition::Close;
         };

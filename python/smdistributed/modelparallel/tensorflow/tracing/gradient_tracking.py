@@ -136,9 +136,9 @@ class GradientTracker:
         if of_replicas and value.shape.rank != 0:
             names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
             raise SMPUsageError(
-                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from "
-                f"gradients of several variables: replicas cannot tell whether it is the gradient of {names}, of "
-                "which they need the mean; return gradients as a list with one for each of "
+                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which is computed from "
+                f"gradients of several variables. Replicas cannot determine whether it is the gradient of {names}, "
+                "which they would have to average: return gradients as a list with one for each of "
                 "`model.trainable_variables`, and other values in another shape"
             )
         return None

@@ -34,7 +34,7 @@ class Program(NamedTuple):
         places = [0] * len(all_actions)
         sent: set[Action] = set()
 
-        def runs(action: Action, limit: int) -> bool:
+        def can_run(action: Action, limit: int) -> bool:
             kind, stage, microbatch, peer = action
             if kind in ("RF", "RB"):
                 assert peer is not None
@@ -47,7 +47,7 @@ class Program(NamedTuple):
             while advanced:
                 advanced = False
                 for each, actions in enumerate(all_actions):
-                    while places[each] < len(actions) and runs(actions[places[each]], limit):
+                    while places[each] < len(actions) and can_run(actions[places[each]], limit):
                         if actions[places[each]][0] in ("SF", "SB"):
                             sent.add(actions[places[each]])
                         places[each] += 1

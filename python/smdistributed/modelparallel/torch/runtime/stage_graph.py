@@ -83,7 +83,7 @@ class StageGraph:
         #: Values on which a loss depends.
         self._live: set[int] = set()
         self._state_edges = StateEdges()
-        self._core = _core.PipelineLayout()
+        self._core = _core.StageGraph()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
         """Add the tasks from ``start`` on; return the numbers of the new stages."""
@@ -149,14 +149,14 @@ class StageGraph:
                     f"{value.rank} after the `smp.step` function has changed it in place: change it between steps"
                 )
 
-    def adopt(self, task: int, outputs: Sequence[Value]) -> int:
+    def set_outputs(self, task: int, outputs: Sequence[Value]) -> int:
         """Add the outputs of a task whose output spec was unknown; return its stage."""
         self.values += outputs
         if not self._gradients[task]:
             self.without_graph.update(_trained(outputs))
         for _, results in self._gradients[task]:
             results.extend(_trained(outputs))
-        return self._core.adopt(task, _makes(outputs))
+        return self._core.set_outputs(task, _makes(outputs))
 
     def stage_of(self, value: int) -> int:
         """Return the stage that computes a value."""

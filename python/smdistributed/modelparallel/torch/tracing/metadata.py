@@ -161,7 +161,7 @@ def describe_result(
     else:
         shape, outputs = pytree.template(result)
     if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
-        raise UnknownOutputError("what it returns is not strided")
+        raise UnknownOutputError("it returns an object that is not a strided tensor")
     return shape, outputs, has_effects
 
 
@@ -255,7 +255,7 @@ class OutputSpecs:
                 raise ReadsNumbersError from error
             found, reason = error, "it reads values of tensors"
         except _UNSUPPORTED as error:
-            found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
+            found, reason = error, f"PyTorch's fake tensors do not support an operation that it calls ({_line(error)})"
         except Exception as error:
             found, reason = error, f"it fails with fake tensors ({type(error).__name__}: {_line(error)})"
         return self._observe(call, args, kwargs, meta_of, is_module, in_containers, found, reason)

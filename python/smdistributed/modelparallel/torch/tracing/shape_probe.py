@@ -1,7 +1,7 @@
 """Shape probing: calls with random values, for modules that cannot run on fake tensors.
 
-- PROBE-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every rank
-  calls such a module several times with random values and without its parameters. If all calls return the same
+- PROBE-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every
+  rank calls such a module several times with random values and without its parameters. If all calls return the same
   structure, shapes and dtypes, that is the output spec. It is checked when the task runs
   (``runtime/task_execution.py``).
 - PROBE-2: all ranks draw the same values.

@@ -154,15 +154,15 @@ class AttributeViews:
                 continue
             if not torch.equal(buffer, values):
                 raise SMPUsageError(
-                    f"the script has changed `{path}` in place, to which `{self._elsewhere[path][0].other_path}` on "
-                    "another partition refers, which does not see it changed: put both modules on one partition"
+                    f"the script has changed `{path}` in place; `{self._elsewhere[path][0].other_path}` on another "
+                    "partition refers to the same tensor and keeps the old values: put both modules on one partition"
                 )
             # For example, the first replica has sent its buffers.
             self._sent[path] = version_of(buffer), values
 
     # Writes.
 
-    def partners(self, tensor: torch.Tensor | None) -> list[tuple[torch.Tensor, nn.Module]]:
+    def overlapping_tensors(self, tensor: torch.Tensor | None) -> list[tuple[torch.Tensor, nn.Module]]:
         """Return the other parameters and buffers that share memory with one, with their modules."""
         found = []
         for each in self._overlapping if tensor is not None else ():
@@ -186,9 +186,9 @@ class AttributeViews:
                     continue
                 if any(other is each for other in self._elsewhere[path]):
                     raise SMPUsageError(
-                        f"`{task.name}` on partition {task.rank} changes `{path}`, to which `{each.other_path}` of a "
-                        "module on another partition refers, which would not see it changed: put both modules on one "
-                        "partition, or pass the tensor to the module"
+                        f"`{task.name}` on partition {task.rank} changes `{path}`; `{each.other_path}` of a module on "
+                        "another partition refers to the same tensor and would keep the old values: put both modules "
+                        "on one partition, or pass the tensor to the module"
                     )
                 if not each.is_alias and recording.copy_on_write.is_used(each.other_tensor):
                     raise SMPUsageError(

@@ -483,8 +483,8 @@ class ModuleState:
                 path = self._paths.get(key[0], "")
                 raise SMPUsageError(
                     f"the tensor in `{f'{path}.{key[1]}'.removeprefix('.')}` was changed in place after a call of the "
-                    "module had set the attribute, by another partition or after another one had computed, so the "
-                    "module would read what was there before: let it keep a copy, or change a copy"
+                    "module had set the attribute, by another partition or after another partition had computed, so "
+                    "the module would read the old values: let it keep a copy, or change a copy"
                 )
 
     def _is_lost(self, key: tuple[int, str]) -> bool:
@@ -584,7 +584,7 @@ class ModuleState:
         for (_, name), output in self._outputs.items():
             _set(output.owner, name, output.value)
 
-    def end_of_bodies(self) -> None:
+    def end_bodies(self) -> None:
         """End the bodies of all microbatches: from now on, attributes keep the values that tasks set."""
         self._hide()
         self._lost.update(key for key in self._outputs if self._is_lost(key))
