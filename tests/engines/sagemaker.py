@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLKIT = ROOT / "build" / "sagemaker"
 HOST = "algo-1"
 
-#: What SageMaker's own containers of PyTorch and TensorFlow do for `distribution={"smdistributed": {"dataparallel": ..}}`.
+#: An entry point like that of SageMaker's PyTorch and TensorFlow containers, which selects the runner for
+#: `distribution={"smdistributed": {"dataparallel": ..}}`.
 FRAMEWORK = """
 from sagemaker_training import entry_point, environment, runner
 
@@ -113,7 +114,7 @@ class Container:
             try:
                 output, _ = process.communicate(timeout=timeout)
             finally:
-                # It ends all processes of the container.
+                # Ends all processes of the container.
                 process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 

@@ -100,7 +100,7 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
 /// rank.
 ///
 /// # Errors
-/// Those of [`partition`].
+/// Any error of [`partition`].
 pub fn partition_by_time_if_it_fits(
     tree: &CostTree,
     partitions: usize,

@@ -44,7 +44,7 @@ pub struct Task {
     pub follows: Vec<usize>,
     /// The values that it computes.
     pub outputs: Vec<ProducedTensor>,
-    /// Its costs.
+    /// Costs.
     pub costs: Costs,
     /// Bytes that it saves for its backward, in addition to its inputs and outputs.
     pub kept_bytes: u64,

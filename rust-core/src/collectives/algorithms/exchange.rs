@@ -21,7 +21,7 @@ const STREAM_BYTES: usize = 8 << 20;
 struct ExchangePlan<'a> {
     /// The blocks that it sends: one for all members, or one for each.
     sends: ExchangeInput<'a>,
-    /// Its own block: source and destination.
+    /// Own block: source and destination.
     own: Option<(TensorView, TensorView)>,
     /// The destination of the block from each member, which has the size of the sender's block.
     receives: Vec<Option<TensorView>>,

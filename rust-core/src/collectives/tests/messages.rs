@@ -124,7 +124,7 @@ pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
     }
     let kept = over();
     assert!((COUNT / 4..COUNT * 5 / 8).contains(&kept), "{kept} of {COUNT} messages are buffered");
-    // They come in order, and every send ends with its receive.
+    // The messages arrive in order, and every send ends with its receive.
     let mut received = [0; BYTES];
     for (number, expected) in data.iter().enumerate() {
         let recv = pair.recv(5, &mut received);

@@ -55,7 +55,7 @@ struct Worker {
     id: WorkerId,
     place: WorkerSlot,
     state: WorkerState,
-    /// It has been in a session, so it has training state.
+    /// Whether the worker has been in a session, so that it has training state.
     is_old: bool,
 }
 
@@ -64,23 +64,23 @@ struct Worker {
 pub enum WorkerAction {
     /// Start a process.
     Start {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
-        /// Its host and slot.
+        /// Host and slot.
         place: WorkerSlot,
-        /// Its expected rank.
+        /// Expected rank.
         rank: usize,
         /// Expected number of ranks.
         size: usize,
     },
     /// End a process.
     Stop {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
     },
     /// Tell a waiting worker that it has been removed from the job.
     Remove {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
     },
     /// Begin a session.

@@ -72,7 +72,7 @@ pub struct Operation {
     pub inputs: Vec<Output>,
     /// Control dependencies: operations whose effects it waits for.
     pub control_inputs: Vec<usize>,
-    /// Its results.
+    /// Results.
     pub outputs: Vec<ResultSpec>,
     /// Variables that it uses.
     pub variables: Vec<usize>,
@@ -85,7 +85,7 @@ pub struct Operation {
     /// For an operation of a backward: the operation whose gradient it is a part of. That may itself be part of a
     /// gradient, so this is a chain.
     pub gradient_of: Vec<usize>,
-    /// Its position in the order of creation, which may be after operations that use its results.
+    /// Position in the order of creation, which may be after operations that use its results.
     pub created: usize,
     /// Whether it must run even if no operation uses its results.
     pub has_effect: bool,

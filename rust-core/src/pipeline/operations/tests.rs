@@ -431,11 +431,11 @@ fn left_undone(
 /// Properties of layers of random steps.
 #[derive(Clone, Copy, Debug)]
 struct RandomLayers {
-    /// It computes no gradient for its input.
+    /// Whether the layer computes no gradient for its input.
     is_first: bool,
-    /// Its gradient uses the shape of its input, on the partition of the producer or of the layer.
+    /// Whether the layer's gradient uses the shape of its input, on the partition of the producer or of the layer.
     shape: Option<bool>,
-    /// It prints.
+    /// Whether the layer prints.
     prints: bool,
     /// The body adds a term to the loss that depends on the layer's variable only.
     penalty: bool,

@@ -147,9 +147,9 @@ class Counter(TorchDispatchMode):
         self._parameters: set[int] = set()
         #: Storages to which operations write.
         self.written: set[int] = set()
-        #: Those that are running statistics. Autograd saves them, but the backward does not use them.
+        #: Storages of running statistics. Autograd saves them, but the backward does not use them.
         self.statistics: set[int] = set()
-        #: The tensors to which they write that are not fake, such as those in attributes; ``None`` if not wanted.
+        #: The tensors to which operations write that are not fake, such as those in attributes; ``None`` if not wanted.
         self.written_real: list[torch.Tensor] | None = None
         #: Storages of arguments, and of what operations compute from them or from parameters.
         self._derived: set[int] = set()

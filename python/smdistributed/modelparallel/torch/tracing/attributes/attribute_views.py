@@ -53,7 +53,7 @@ class AttributeViews:
             self._by_path.setdefault(each.path, []).append(each)
             if isinstance(each.tensor, nn.Parameter):
                 self._lose(each)
-        #: Those of modules that do not run on the tensor's partition, by its path.
+        #: Attributes of modules that do not run on the tensor's partition, by the tensor's path.
         self._elsewhere = {path: list(self._not_at_home(found)) for path, found in self._by_path.items()}
         #: The other tensors of this rank that represent the same parameter or buffer, by the id of one (VIEW-1).
         self._same: dict[int, list[torch.Tensor]] = {}

@@ -169,7 +169,7 @@ class ModuleState:
         #: By the id of a value in an attribute: the value, its containers and its tensors. Many modules share one, such
         #: as a configuration.
         self._contents: dict[int, tuple[Any, list[TrackedContainer], list[torch.Tensor]]] = {}
-        #: Those that a called module reaches, by its id.
+        #: The containers and tensors that a called module reaches, by its id.
         self._reached: dict[int, _Reached] = {}
         self.shared = SharedParts(self, modules, others)
         self._assigned: list[tuple[str, torch.Tensor]] = []
