@@ -221,7 +221,7 @@ impl Stall {
     }
 
     /// The root's decision: which warnings to log, and which waits to end.
-    pub(super) fn judge(
+    pub(super) fn decide(
         &mut self,
         report: Report,
         size: usize,

@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn declined_rounds_with_held_gradients_are_counted() {
-        // Each group has a transport of its own, as in a job: its messages are told apart by their order alone.
+        // Each group has its own transport, as in a job, because messages have no tags and are matched by their order.
         let nets = [3, 4, 5].map(|seed| MockTransport::net(2, MockOptions { seed, max_delay: Duration::ZERO }));
         let start = |me: usize| {
             let monitor = Arc::new(Monitor::new(me));

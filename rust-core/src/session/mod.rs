@@ -184,7 +184,7 @@ fn refuse_child() -> Result<()> {
     })
 }
 
-fn introduction(launch: &Launch) -> Join {
+fn join_request(launch: &Launch) -> Join {
     Join {
         version: crate::VERSION.to_owned(),
         rank: launch.rank as u32,
@@ -290,7 +290,7 @@ impl Session {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let serve::Rendezvous { location, served_by_rank_0, open } = rendezvous;
         let options = client::ClientOptions { location, served_by_rank_0, deadline, peer_timeout };
-        let join = introduction(&launch);
+        let join = join_request(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
         Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, uses_store_rendezvous) })
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Control, Session, introduction};
+use super::{Control, Session, join_request};
 use crate::buffer::ReduceOp;
 use crate::config;
 use crate::error::{Code, Error, Result};
@@ -72,7 +72,7 @@ impl Session {
         let launch = Launch::assigned(rank, size, assignment.generation, &address);
         let start = Instant::now();
         let deadline = start + init_timeout;
-        let welcome = client.take_place(introduction(&launch), start, deadline)?;
+        let welcome = client.take_place(join_request(&launch), start, deadline)?;
         let master =
             if welcome.hosts.len() == 1 { "127.0.0.1" } else { &welcome.hosts[welcome.places[0].host as usize] };
         let launch = Launch { master_addr: Some(master.to_owned()), ..launch };

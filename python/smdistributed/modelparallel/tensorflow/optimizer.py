@@ -50,7 +50,7 @@ def install() -> None:
                 _adapt(base)
     scaling: Any = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
     if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_original"):
-        scaling._is_all_finite = _everywhere(scaling._is_all_finite)
+        scaling._is_all_finite = _finite_on_all_partitions(scaling._is_all_finite)
 
 
 def _adapt(base: type) -> None:
@@ -63,9 +63,9 @@ def _adapt(base: type) -> None:
         # The name of `build` in the older optimizers of Keras 2.
         "_create_all_weights": _for_the_whole,
         # Methods of Keras 3 that check whether gradients are finite, and that scale a loss.
-        "check_finite": _everywhere,
+        "check_finite": _finite_on_all_partitions,
         "scale_loss": _built_before,
-        "finalize_variable_values": ema.around,
+        "finalize_variable_values": ema.limited_to_partition,
     }
     for kind in (base, *_derived(base)):
         for name, adapted in around.items():
@@ -130,7 +130,7 @@ def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss
 
 
-def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _finite_on_all_partitions(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a check so that it returns whether gradients are finite on all partitions."""
 
     @functools.wraps(plain)
@@ -190,7 +190,7 @@ def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables
         if variables is None:
-            variables = optimizer_variables.here(self)
+            variables = optimizer_variables.local_variables(self)
         if variables is None:
             return plain(self, grads)
         with _update(self, list(grads), list(variables)) as ready:

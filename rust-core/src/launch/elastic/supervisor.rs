@@ -147,7 +147,7 @@ impl ElasticSupervisor {
         loop {
             let now = Instant::now();
             let next = [self.driver.tick(now), self.discovery.next(), self.next_deadline()].into_iter().flatten().min();
-            self.act();
+            self.perform_actions();
             if let Some(outcome) = self.driver.outcome() {
                 return Ok(outcome.clone());
             }
@@ -282,7 +282,7 @@ impl ElasticSupervisor {
         let _ = self.printer.log(text);
     }
 
-    fn act(&mut self) {
+    fn perform_actions(&mut self) {
         for action in self.driver.take_actions() {
             match action {
                 WorkerAction::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {

@@ -154,7 +154,10 @@ impl Segments<'_> {
         let mut way = vec![*waiting.first_key_value()?.0];
         loop {
             let last = way[way.len() - 1];
-            let next = before[&last].iter().find(|each| waiting.contains_key(each)).expect("a waiting operation waits for another one");
+            let next = before[&last]
+                .iter()
+                .find(|each| waiting.contains_key(each))
+                .expect("a waiting operation waits for another one");
             if let Some(start) = way.iter().position(|each| each == next) {
                 return Some(way[start..].iter().map(|&(segment, _)| segment).collect());
             }

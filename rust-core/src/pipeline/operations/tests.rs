@@ -332,7 +332,7 @@ fn number_of(segments: &Segments<'_>, operation: usize) -> usize {
 #[test]
 fn other_ranks_receive_signals_of_effects_that_they_wait_for() {
     let mut rows = chain();
-    let print = |waits, row| Operation { has_effect: true, waits, outputs: vec![], ..row };
+    let print = |waits, row| Operation { has_effect: true, control_inputs: waits, outputs: vec![], ..row };
     rows.push(Operation { created: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
     rows.push(Operation { created: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
     rows.push(Operation { created: 12, ..print(vec![11], operation("print", &[5])) });
@@ -514,7 +514,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             let Some(by_loss) = extras.changes else { continue };
             let inputs = if by_loss { vec![loss] } else { vec![] };
             let waits = (0..rows.len()).filter(|&each| rows[each].variables == [number]).collect();
-            let row = Operation { waits, variables: vec![number], ..operation("assign", &inputs) };
+            let row = Operation { control_inputs: waits, variables: vec![number], ..operation("assign", &inputs) };
             rows.push(Operation { has_effect: true, assigns: true, ..row });
         }
         rows.push(operation("result", &[loss]));

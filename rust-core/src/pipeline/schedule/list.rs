@@ -182,7 +182,7 @@ impl<'a> Scheduler<'a> {
                 && time == now
             {
                 self.events.pop();
-                touched.push(self.happen(event, now));
+                touched.push(self.apply_event(event, now));
             }
         }
     }
@@ -288,7 +288,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Applies an event; returns the rank that may have a runnable task now.
-    fn happen(&mut self, event: ScheduleEvent, now: u64) -> usize {
+    fn apply_event(&mut self, event: ScheduleEvent, now: u64) -> usize {
         match event {
             ScheduleEvent::End(index, kind) => {
                 self.end(index, kind, now);

@@ -124,7 +124,7 @@ class GradientTracker:
         if not isinstance(value, tf.Tensor | tf.IndexedSlices):
             return None
         of = self.variables_of(value)
-        fitting = [each for each in variables if id(handle_of(each)) in of and fits(value, each)]
+        fitting = [each for each in variables if id(handle_of(each)) in of and can_be_gradient(value, each)]
         if not fitting:
             if of_replicas:
                 self._refuse_other_forms(value, variables)
@@ -187,7 +187,7 @@ def _has_shape(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
 
 
-def fits(value: Any, variable: Any) -> bool:
+def can_be_gradient(value: Any, variable: Any) -> bool:
     """Return whether a tensor or slices can be a variable's gradient, which may have been cast."""
     inner = underlying(variable)
     if not isinstance(value, tf.Tensor | tf.IndexedSlices):

@@ -211,7 +211,7 @@ class Counter(TorchDispatchMode):
         """Register an input or output, whose memory belongs to the caller."""
         self._outside.add(self._key(tensor))
 
-    def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    def unread(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the indices of tensors that no operation has read and that share no storage with an output."""
         made = {self._key(output) for output in outputs}
         keys = {place: self._key(tensor) for place, tensor in tensors.items()}

@@ -363,7 +363,7 @@ class OutputSpecs:
             for key, tensors in self._remote.items()
             if any(counter.has_read(each) or counter.storage(each) in returned for each in tensors)
         )
-        unread = counter.untouched({place: leaves[place] for place in in_containers}, outputs)
+        unread = counter.unread({place: leaves[place] for place in in_containers}, outputs)
         for each in (*leaves, *outputs):
             counter.outside(each)
         metas = tuple(map(TensorMeta.of, outputs))

@@ -566,7 +566,7 @@ class Recording(TorchFunctionMode):
     def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
         """Make a tensor of the body refer to another value."""
         if type(tensor) is RemoteTensor:
-            tensor.become(value)
+            tensor.set_value(value)
             return
         if id(tensor) not in self.located:
             has_graph = type(value) is Value and value.meta.requires_grad

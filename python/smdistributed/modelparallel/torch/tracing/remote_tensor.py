@@ -140,7 +140,7 @@ class RemoteTensor(torch.Tensor):
         self.recording = recording
         return self
 
-    def become(self, value: Value | InvalidatedValue) -> None:
+    def set_value(self, value: Value | InvalidatedValue) -> None:
         """Represent another value of the same shape from now on; a write in place may have given it a graph."""
         if not isinstance(value, InvalidatedValue) and value.meta.requires_grad and not self.value.meta.requires_grad:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):

@@ -279,7 +279,7 @@ class SharedStorages:
                         "the view again from the changed tensor, or change a copy"
                     )
                     moved = after.get(view.value)
-                    view.become(lost if moved is None else moved)
+                    view.set_value(lost if moved is None else moved)
             for rebound in self._recording.rebound_views(base):
                 if rebound is not tensor:
                     now = after.get(self._recording.located[id(rebound)])

@@ -52,7 +52,7 @@ class AttributeViews:
             self._by_storage.setdefault(storage_of(each.other_tensor), []).append(each)
             self._by_path.setdefault(each.path, []).append(each)
             if isinstance(each.tensor, nn.Parameter):
-                self._lose(each)
+                self._invalidate(each)
         #: Attributes of modules that do not run on the tensor's partition, by the tensor's path.
         self._elsewhere = {path: list(self._not_at_home(found)) for path, found in self._by_path.items()}
         #: The other tensors of this rank that represent the same parameter or buffer, by the id of one (VIEW-1).
@@ -65,7 +65,7 @@ class AttributeViews:
         """Return whether some attribute shares memory with a parameter or buffer."""
         return bool(self._attributes)
 
-    def _lose(self, each: SharedMemory) -> None:
+    def _invalidate(self, each: SharedMemory) -> None:
         self._stale.add(
             each.other_tensor,
             own_rank=self._placement.of(each.owner),
@@ -115,7 +115,7 @@ class AttributeViews:
         """Return the other tensors that represent the same parameter or buffer."""
         return self._same.get(id(tensor), ())
 
-    def reached(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    def ids_sharing_memory(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
         """Yield the ids of parameters and buffers whose memory these tensors in attributes may share (VIEW-5)."""
         for tensor in tensors if self._by_storage else ():
             for each in self._by_storage.get(storage_of(tensor), ()):
@@ -196,7 +196,7 @@ class AttributeViews:
                         f"used `{each.other_path}`, a view of it: use `{path}` itself"
                     )
                 # Also an alias, because the script may put a view of it into an attribute later.
-                self._lose(each)
+                self._invalidate(each)
 
     def check_write(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors to which ``name`` writes are no views of parameters or buffers (VIEW-4).

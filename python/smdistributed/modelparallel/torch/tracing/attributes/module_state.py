@@ -250,7 +250,7 @@ class ModuleState:
             parts = [id(each.value) for each in containers]
             parts += dict.fromkeys(storage_of(each.tensor) for each in tensors)
             parts += self.shared.tied_in(modules)
-            parts += dict.fromkeys((*registered, *self.views.reached(each.tensor for each in tensors)))
+            parts += dict.fromkeys((*registered, *self.views.ids_sharing_memory(each.tensor for each in tensors)))
             reached = self._reached[id(module)] = _Reached(containers, tensors, tuple(parts))
             self._called.update(map(id, modules))
             self.shared.check_reached(self._ranks.get(id(module)), containers, tensors, stale)
