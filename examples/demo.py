@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 MIN_ACCURACY = 0.97
-# In float64: in float32, a training amplifies the rounding of some processors to a thousand times as much.
+# In float64. In float32, training amplifies the rounding differences of some processors a thousandfold.
 MAX_LOSS_DIFFERENCE = 1e-9
 
 
@@ -61,7 +61,7 @@ def title(text: str) -> None:
 
 def smdrun(processes: int, *command: object) -> None:
     """Runs a script under `smdrun`; ends this process if it fails."""
-    # Ranks write to pipes: on a terminal Rich is told that a progress bar has a place.
+    # Ranks write to pipes. If this is a terminal, these variables make Rich draw a progress bar anyway.
     options = ["--env", "TTY_COMPATIBLE=1", "--env", "TTY_INTERACTIVE=1"] if sys.stdout.isatty() else []
     line = [sys.executable, "-m", "smdistributed", "-n", str(processes), *options, *map(str, command)]
     code = subprocess.run(line, check=False).returncode

@@ -92,7 +92,7 @@ model = smp.DistributedModel(model)
 
 started = time.perf_counter()
 for step in range(options.steps):
-    # The ranks of a pipeline draw the same places, replicas others.
+    # The ranks of a pipeline draw the same positions, and replicas different ones.
     generator = torch.Generator().manual_seed(step * smp.dp_size() + smp.dp_rank())
     starts = torch.randint(len(text) - options.length - 1, (options.batch,), generator=generator)
     pieces = torch.stack([text[start : start + options.length + 1] for start in starts]).long()

@@ -106,7 +106,7 @@ def test_step(model, x, y):
 
 for epoch in range(options.epochs):
     started = time.perf_counter()
-    # Replicas see different shares of the same order; the ranks of a pipeline see the same batches.
+    # Replicas train on different parts of the same permutation; the ranks of a pipeline train on the same batches.
     shuffled = train_part[torch.randperm(len(train_part), generator=torch.Generator().manual_seed(epoch))]
     model.train()
     for batch in shuffled.split(options.batch * smp.dp_size())[: options.steps]:

@@ -53,7 +53,7 @@ def main() -> None:
     first = 0
     checkpoint = newest(options.checkpoints) if options.checkpoints else None
     if checkpoint is not None:
-        # Every rank reads it: the states are equal on all of them.
+        # Every rank reads the checkpoint, because the states are equal on all ranks.
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -43,7 +43,7 @@ if torch.cuda.is_available():
 device = torch.device("cuda", smp.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 torch.manual_seed(0)
 
-# Layers get their memory one after the other, and each rank keeps its shard only.
+# Layers are allocated one after the other, and each rank keeps only its shard.
 with smp.delay_param_initialization():
     module = LlamaForCausalLM(
         LlamaConfig(
@@ -78,7 +78,7 @@ for step in range(options.steps):
     tokens = torch.stack([text[place : place + options.length + 1] for place in places.tolist()]).long().to(device)
     optimizer.zero_grad()
     loss = train_step(model, tokens).reduce_mean()
-    # Clips gradients, too.
+    # Also clips gradients.
     optimizer.step()
     if smp.rank() == 0 and (step % 20 == 0 or step == options.steps - 1):
         print(f"step {step}: loss {float(loss):.3f}, {time.perf_counter() - start:.1f} s", flush=True)

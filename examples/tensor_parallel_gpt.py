@@ -72,7 +72,7 @@ device = torch.device("cuda", smp.local_rank()) if torch.cuda.is_available() els
 if device.type == "cuda":
     torch.cuda.set_device(device)
 
-# Ranks of a tensor-parallel group share a batch or have one each.
+# The ranks of a tensor-parallel group share one batch, or each has its own.
 reader = smp.rdp_rank() if options.prescaled else smp.dp_rank()
 count = options.batch * options.degree if options.prescaled else options.batch
 generator = torch.Generator().manual_seed(reader)
@@ -83,7 +83,7 @@ for step in range(options.steps):
     ids = text[starts + torch.arange(options.length)].long().to(device)
     loss = train_step(model, ids).reduce_mean()
     if optimizer is None:
-        # After the first step every rank has its own parameters, with pipelines as well.
+        # Created after the first step, which partitions the model: then a rank knows its local parameters.
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.local_parameters(), lr=2e-3))
     smp.clip_grad_norm_(model.local_parameters(), 1.0)
     optimizer.step()

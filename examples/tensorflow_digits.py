@@ -31,7 +31,7 @@ def batches(data: tuple[np.ndarray, np.ndarray], batch_size: int, epoch: int) ->
     """This rank's share of each batch of an epoch, shuffled as on all ranks."""
     order = np.random.default_rng(epoch).permutation(len(data[0]))
     whole = len(order) // batch_size * batch_size
-    # Data parallel: of each batch, every size-th image, so that all ranks have the same number of batches.
+    # Data parallel: each rank takes every size-th image of each batch, so that all ranks have the same number of batches.
     mine = order[:whole][sdp.rank() :: sdp.size()]
     images, labels = data
     return tf.data.Dataset.from_tensor_slices((images[mine], labels[mine])).batch(batch_size // sdp.size())
@@ -86,11 +86,11 @@ def main() -> None:
         tape = sdp.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        # Data parallel: each rank has made weights of its own; from now on, all have rank 0's.
+        # Data parallel: each rank has initialized its own weights; replace them by those of rank 0.
         if first_batch:
             sdp.broadcast_variables(model.variables, root_rank=0)
             sdp.broadcast_variables(optimizer.variables, root_rank=0)
-        # Data parallel: this rank's loss is that of its share of the batch.
+        # Data parallel: average the loss, which is computed from this rank's share of the batch.
         return sdp.oob_allreduce(loss)
 
     losses: list[float] = []
@@ -98,7 +98,7 @@ def main() -> None:
     for epoch in range(1, arguments.epochs + 1):
         for images, labels in batches(train_set, arguments.batch_size, epoch):
             losses.append(float(training_step(images, labels, tf.constant(not losses))))
-        # Data parallel: one rank tests; a forward needs no other rank.
+        # Data parallel: rank 0 evaluates; a forward does not communicate.
         if sdp.rank() == 0:
             guesses = tf.argmax(model(test_set[0], training=False), 1)
             accuracy = float(np.mean(guesses.numpy() == test_set[1]))

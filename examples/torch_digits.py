@@ -61,7 +61,7 @@ def train(model, loader, optimizer, bar, task) -> list[float]:
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        # Data parallel: this rank's loss is that of its share of the batch.
+        # Data parallel: average the loss, which is computed from this rank's share of the batch.
         mean = loss.detach().clone()
         dist.all_reduce(mean, op=dist.ReduceOp.AVERAGE)
         losses.append(mean.item())
@@ -123,12 +123,12 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
     for epoch in range(1, arguments.epochs + 1):
         sampler.set_epoch(epoch)
-        # One bar, on rank 0; where there is no terminal it is printed when the epoch ends.
+        # One progress bar, on rank 0. Without a terminal, it is printed at the end of the epoch.
         console = Console(quiet=rank != 0, width=100)
         with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[accuracy]}"), console=console) as bar:
             task = bar.add_task(f"epoch {epoch:2}", total=len(loader), loss="", accuracy="")
             losses += train(model, loader, optimizer, bar, task)
-            # Data parallel: one rank tests; a forward in eval mode needs no other rank.
+            # Data parallel: rank 0 evaluates; a forward in eval mode does not communicate.
             if rank == 0:
                 accuracy = test(model, test_set)
                 bar.update(task, accuracy=f"test accuracy {accuracy:.1%}")

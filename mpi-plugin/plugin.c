@@ -15,16 +15,16 @@ static int owns_mpi;
 static int num_slots;
 static MPI_Request *requests;
 static char *is_recv;
-/* What MPI_Testsome fills. */
+/* Output of MPI_Testsome. */
 static int *indices;
 static MPI_Status *statuses;
 
 /* Note "Open MPI 4 and broken connections". Error handlers of the standard do not reach everything: when a connection
  * breaks under a message, the point-to-point layer of Open MPI 4 ends the process (ompi_rte_abort, then _exit), and
- * with it every other thread, although one of them is about to raise an error that names the peer. That function ends
- * in a table of function pointers, in which this puts `leave` for the part that aborts. It is looked for by its value, so
- * another layout or another version of Open MPI is left as it is. `leave` jumps back into the call of this plug-in
- * that led there; as MPI is not called again, the state that the jump leaves behind does not matter. */
+ * with it every other thread, although one of them is about to raise an error that names the peer. ompi_rte_abort calls
+ * through a table of function pointers, in which this code replaces the abort function by `leave`. The entry is found by
+ * its value, so another layout or another version of Open MPI is not changed. `leave` jumps back into the call of this
+ * plug-in that led there. MPI is not called again, so the state that the jump leaves behind does not matter. */
 static jmp_buf way_out;
 static volatile int inside;
 static pthread_t caller;
@@ -39,7 +39,7 @@ static int leave(int code, char *text, ...) {
 }
 
 static void guard_abort(void) {
-  /* Also finds the libraries that only this one has loaded. */
+  /* Also finds libraries that only this plug-in has loaded. */
   void **table = dlsym(RTLD_DEFAULT, "orte_errmgr");
   void *aborts = dlsym(RTLD_DEFAULT, "orte_errmgr_base_abort");
   if (!table || !aborts) return;
@@ -52,7 +52,7 @@ static void guard_abort(void) {
   }
 }
 
-/* Around every call of MPI that may find a broken connection. */
+/* Wraps every call of MPI that may find a broken connection. */
 #define ENTER                            \
   do {                                   \
     caller = pthread_self();             \
@@ -71,7 +71,7 @@ static int32_t init(int32_t *any_thread) {
   if (initialised) {
     MPI_Query_thread(&level);
   } else {
-    /* One thread makes all of our calls. The highest level lets the script use MPI too, from its own threads. */
+    /* One thread makes all calls of the core. The highest level allows the script to use MPI too, from its own threads. */
     int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     if (code) return code;
     owns_mpi = 1;
@@ -89,7 +89,7 @@ static int32_t start(int32_t slots, struct smd_mpi_world *world) {
   if (!world->any_thread && !owns_mpi) return SMD_MPI_THREADS;
   guard_abort();
   ENTER;
-  /* Our messages cannot be matched with those of the script. */
+  /* A communicator of its own, so that the core's messages cannot match receives of the script. */
   code = MPI_Comm_dup(MPI_COMM_WORLD, &job);
   if (!code) code = MPI_Comm_set_errhandler(job, MPI_ERRORS_RETURN);
   if (!code) code = MPI_Comm_rank(job, &world->rank);

@@ -1,5 +1,5 @@
 /* The interface between the core and its MPI plug-in. The plug-in is the only code that sees mpi.h: an MPI library's types and
- * constants differ from those of another one, so it is compiled against the MPI that the job uses. It decides nothing.
+ * constants differ from those of another one, so it is compiled against the MPI that the job uses. It contains no policy.
  *
  * One thread of the core makes all calls. Functions return 0, an MPI error code (positive) or one of the codes below. */
 #ifndef SMD_MPI_PLUGIN_H
@@ -7,16 +7,16 @@
 
 #include <stdint.h>
 
-/* Changes with everything below; mirrored in rust-core/src/transport/mpi/plugin.rs. */
+/* Incremented when anything below changes; mirrored in rust-core/src/transport/mpi/plugin.rs. */
 #define SMD_MPI_ABI 2
 
-/* MPI wanted to end the process. It is not called again. */
+/* MPI tried to end the process. MPI is not called again. */
 #define SMD_MPI_GAVE_UP (-1)
 /* The process uses MPI with a thread level below MPI_THREAD_MULTIPLE. */
 #define SMD_MPI_THREADS (-2)
 /* The process has finalized MPI. */
 #define SMD_MPI_FINALIZED (-3)
-/* No memory. */
+/* Out of memory. */
 #define SMD_MPI_MEMORY (-4)
 
 struct smd_mpi_world {
@@ -29,7 +29,7 @@ struct smd_mpi_world {
 
 struct smd_mpi_done {
   int32_t slot;
-  /* Of a receive: the sender and the length. */
+  /* For a receive: the sender and the length. */
   int32_t source;
   int32_t bytes;
 };
@@ -44,7 +44,7 @@ struct smd_mpi_plugin {
   /* Start a message in a free slot. MPI uses the memory until `poll` returns the slot. */
   int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to);
   int32_t (*recv)(int32_t slot, void *data, int32_t bytes);
-  /* Slots that are done, as many as `done` has room for slots; does not wait. */
+  /* Returns the completed slots, at most as many as fit into `done`; does not wait. */
   int32_t (*poll)(struct smd_mpi_done *done, int32_t *num_done);
   /* Withdraws open receives, and calls MPI_Finalize if `start` initialised MPI. Waits for all processes. */
   int32_t (*finish)(void);

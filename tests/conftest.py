@@ -25,9 +25,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 #: Where the workers of pytest-xdist find the folder of their locks.
 _LOCKS = "PYTEST_LOCKS_OF_WORKERS"
-#: How many tests were left out because they are marked `more`.
+#: Number of tests that were left out because they are marked `more`.
 _LEFT_OUT = pytest.StashKey[int]()
-#: What a test takes at most on two cores, beside another one, unless it is marked `more`.
+#: Longest time in seconds of a test that is not marked `more`, on two cores, beside another test.
 _LONG_SECONDS = 30.0
 
 
@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _has_devices() -> bool:
-    # It imports torch, which other tests may not need.
+    # Imported here, because it imports torch, which other tests may not need.
     from support import devices
 
     return devices.NUM_DEVICES > 0

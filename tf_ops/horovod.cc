@@ -32,16 +32,16 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 // Thrown where a call is invalid.
-struct Refusal {
+struct InvalidCall {
   absl::Status status;
 };
 
 static void must(const absl::Status& status) {
-  if (!status.ok()) throw Refusal{status};
+  if (!status.ok()) throw InvalidCall{status};
 }
 
 static void must(bool holds, const std::string& otherwise) {
-  if (!holds) throw Refusal{absl::InvalidArgumentError(otherwise)};
+  if (!holds) throw InvalidCall{absl::InvalidArgumentError(otherwise)};
 }
 
 // Runs `body`, which may call the core and `must`, and returns its status.
@@ -50,8 +50,8 @@ absl::Status attempted(Body&& body) {
   try {
     body();
     return absl::OkStatus();
-  } catch (const Refusal& refusal) {
-    return refusal.status;
+  } catch (const InvalidCall& call) {
+    return call.status;
   } catch (const rust::Error& error) {
     return to_horovod_status(error.what(), false);
   }
@@ -93,7 +93,8 @@ class GroupCompletion : public Completion {
 
   // The core calls this for one operation after the other, in their order.
   void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
-    if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
+    if (next_ >= group_.likes.size())
+      throw std::logic_error("the core requested the outputs of more operations than were submitted");
     TensorShape& shape = group_.likes[next_];
     TensorOperation& operation = group_.operations[next_];
     const std::vector<std::size_t> heights(rows.begin(), rows.end());
@@ -396,7 +397,7 @@ class ReducescatterKernel final : public CollectiveKernel {
   void fill(OpKernelContext* context, std::int64_t group, Group& operations) override {
     const std::string op = reduction(reduce_op());
     if (op != "average" && op != "sum") {
-      throw Refusal{absl::AbortedError(
+      throw InvalidCall{absl::AbortedError(
           absl::StrCat("`", name(), "`: reducescatter currently only supports AVERAGE and SUM, not ", op))};
     }
     const auto number = static_cast<std::uint64_t>(group);

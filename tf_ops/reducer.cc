@@ -140,7 +140,7 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
     OP_REQUIRES_OK(construction, construction->GetAttr("params", &params_));
     OP_REQUIRES_OK(construction, construction->GetAttr("whole", &whole_));
     OP_REQUIRES(construction, params_.size() == static_cast<std::size_t>(construction->num_inputs()),
-                absl::InvalidArgumentError("every gradient needs its place in the plan"));
+                absl::InvalidArgumentError("`params` must have one entry for each gradient"));
     OP_REQUIRES_OK(construction, checked([&] {
                      plan_ = std::make_unique<rust::Box<GradientPlan>>(find_plan(plan));
                      for (const auto param : params_) bytes_.push_back((*plan_)->param_bytes(param));
@@ -157,7 +157,8 @@ class ReduceGradientsKernel final : public AsyncOpKernel {
           done);
     }
     const auto call = std::make_shared<GradientCall>(context, done, **plan_, execution(context), whole_);
-    OP_REQUIRES_ASYNC(context, call->watch(), absl::CancelledError("the execution has ended"), done);
+    OP_REQUIRES_ASYNC(context, call->watch(),
+                      absl::CancelledError("the step was cancelled before its gradients were reduced"), done);
     // Backward usually produces gradients in reverse order of the parameters. In this order, the first bucket is
     // reduced while other gradients are still copied.
     for (std::size_t left = params_.size(); left > 0; --left) call->give(left - 1, params_[left - 1]);

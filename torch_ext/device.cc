@@ -26,7 +26,7 @@ std::size_t compat::cuda_stream_handle(const c10::Stream& stream) {
                               : reinterpret_cast<StreamOf>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv"));
   }();
   TORCH_CHECK(stream_of != nullptr,
-              "this PyTorch cannot tell CUDA's handle of a stream: expected PyTorch 2.9 or newer");
+              "this PyTorch does not provide the CUDA handle of a stream: expected PyTorch 2.9 or newer");
   return reinterpret_cast<std::size_t>(stream_of(&stream));
 }
 

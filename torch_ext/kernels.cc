@@ -15,10 +15,10 @@ namespace {
 
 // The blocking and the asynchronous kernel of an operation, made from the function that describes it.
 template <auto describe>
-struct Forms;
+struct Kernels;
 
 template <class... Arguments, TensorOperation (*describe)(Arguments...)>
-struct Forms<describe> {
+struct Kernels<describe> {
   static void blocking(Arguments... arguments) {
     checked([&] { run(describe(std::forward<Arguments>(arguments)...)); });
   }
@@ -35,19 +35,19 @@ void write_nothing(const c10::OperatorHandle& operation, torch::jit::Stack* stac
 
 template <class Register>
 void each(Register&& add) {
-  add("all_reduce_", Forms<&all_reduce_>{});
-  add("reduce_", Forms<&reduce_>{});
-  add("broadcast_", Forms<&broadcast_>{});
-  add("all_gather", Forms<&all_gather>{});
-  add("all_gather_single", Forms<&all_gather_single>{});
-  add("gather", Forms<&gather>{});
-  add("scatter", Forms<&scatter>{});
-  add("reduce_scatter", Forms<&reduce_scatter>{});
-  add("reduce_scatter_single", Forms<&reduce_scatter_single>{});
-  add("all_to_all", Forms<&all_to_all>{});
-  add("all_to_all_single", Forms<&all_to_all_single>{});
-  add("send", Forms<&send>{});
-  add("recv_", Forms<&recv_>{});
+  add("all_reduce_", Kernels<&all_reduce_>{});
+  add("reduce_", Kernels<&reduce_>{});
+  add("broadcast_", Kernels<&broadcast_>{});
+  add("all_gather", Kernels<&all_gather>{});
+  add("all_gather_single", Kernels<&all_gather_single>{});
+  add("gather", Kernels<&gather>{});
+  add("scatter", Kernels<&scatter>{});
+  add("reduce_scatter", Kernels<&reduce_scatter>{});
+  add("reduce_scatter_single", Kernels<&reduce_scatter_single>{});
+  add("all_to_all", Kernels<&all_to_all>{});
+  add("all_to_all_single", Kernels<&all_to_all_single>{});
+  add("send", Kernels<&send>{});
+  add("recv_", Kernels<&recv_>{});
 }
 
 }  // namespace
@@ -69,8 +69,8 @@ TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
   m.impl("rank", [] { return checked([] { return static_cast<int64_t>(rank()); }); });
   m.impl("size", [] { return checked([] { return static_cast<int64_t>(size()); }); });
   m.impl("session_id", [] { return checked([] { return static_cast<int64_t>(session_id()); }); });
-  m.impl("barrier", TORCH_FN(Forms<&barrier>::blocking));
-  m.impl("barrier_async", TORCH_FN(Forms<&barrier>::async));
+  m.impl("barrier", TORCH_FN(Kernels<&barrier>::blocking));
+  m.impl("barrier_async", TORCH_FN(Kernels<&barrier>::async));
 }
 
 }  // namespace smd::torch_ext

@@ -71,7 +71,8 @@ class GroupCompletion final : public Completion {
   // The core calls this for one operation after the other, in their order.
   void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (next_ >= group_.likes.size()) throw std::logic_error("more outputs than operations were asked for");
+    if (next_ >= group_.likes.size())
+      throw std::logic_error("the core requested the outputs of more operations than were submitted");
     auto& [shape, options] = group_.likes[next_];
     auto& operation = group_.operations[next_++];
     const std::vector<int64_t> heights(rows.begin(), rows.end());

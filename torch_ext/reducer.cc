@@ -107,7 +107,7 @@ Reducer::Reducer(Parameters parameters, Parameters frozen, rust::Box<smd::Reduce
       expected_(parameters.size()) {
   for (auto& parameter : parameters) {
     has_sparse_ |= parameter.sparse;
-    Watched watched;
+    WatchedParameter watched;
     watched.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     watched.hook = 0;
     watched.options = parameter.tensor.options().requires_grad(false);

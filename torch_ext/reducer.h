@@ -133,7 +133,7 @@ class Reducer : public torch::CustomClassHolder {
   class Backward;
 
   // A bucket that a communication hook reduces.
-  struct Hooked {
+  struct HookedBucket {
     c10::intrusive_ptr<GradBucket> bucket;
     // The tensor that the hook gets, and the memory where the values belong. They are the same memory, unless the hook
     // resizes its tensor.
@@ -143,7 +143,7 @@ class Reducer : public torch::CustomClassHolder {
     std::vector<std::pair<at::Tensor, at::Tensor>> elsewhere;
   };
 
-  struct Watched {
+  struct WatchedParameter {
     Parameter parameter;
     // Keeps the gradient accumulator alive, which owns the hook.
     compat::NodePtr accumulator;
@@ -162,15 +162,15 @@ class Reducer : public torch::CustomClassHolder {
   void enter(bool sync);
   void begin();
   void on_gradient(std::size_t index, const torch::autograd::variable_list& incoming);
-  // As `enter`, for a gradient that is accumulated in or before a round.
-  void on_part(std::size_t index, const torch::autograd::variable_list& incoming);
+  // As `enter`, for a gradient that autograd has accumulated in or before a round.
+  void on_accumulated(std::size_t index, const torch::autograd::variable_list& incoming);
   // Makes the current stream wait for the gradients of the round on a device.
   void follow_gradients();
   // Lets the allocator place gradients until the backward on this thread ends.
   void place_in_backward();
   void start_round();
   // Places the gradients of these parameters in the round. An error ends the round.
-  void place_part(const std::vector<std::size_t>& indices, const at::Tensor& incoming);
+  void place_gradients(const std::vector<std::size_t>& indices, const at::Tensor& incoming);
   static void make_dense(at::Tensor& gradient);
   void finish();
   void leave(bool finished);
@@ -185,7 +185,7 @@ class Reducer : public torch::CustomClassHolder {
   void complete();
 
   // Throws if a gradient's type, shape or device differs from what the core knows.
-  static void check(const Watched& watched, const at::Tensor& gradient);
+  static void check(const WatchedParameter& watched, const at::Tensor& gradient);
   // Puts a parameter's gradient where the core can reduce it, and marks it ready. `incoming` is the tensor that
   // autograd has just accumulated, undefined if there is none. `used` is as for `mark_ready`.
   void place(std::size_t index, at::Tensor& gradient, const at::Tensor& incoming, bool used);
@@ -196,7 +196,7 @@ class Reducer : public torch::CustomClassHolder {
   void mark_ready(std::size_t index, const at::Tensor& gradient, bool used);
   at::Tensor view_of(std::size_t index, rust::Box<SlotLease> lease) const;
 
-  std::vector<Watched> watched_;
+  std::vector<WatchedParameter> watched_;
   Parameters frozen_;
   SharedReducer core_;
   int64_t comm_hook_ = -1;
@@ -242,7 +242,7 @@ class Reducer : public torch::CustomClassHolder {
   // it is reducing.
   std::vector<at::Tensor> gradients_;
   std::vector<std::size_t> to_hook_;
-  std::vector<Hooked> hooked_;
+  std::vector<HookedBucket> hooked_;
 };
 
 }  // namespace smd::torch_ext

@@ -143,7 +143,7 @@ class Bench:
 
         return train
 
-    def theirs(self) -> Callable[..., Any]:
+    def torch_pipeline(self) -> Callable[..., Any]:
         """Makes a pipeline of PyTorch; returns its step."""
         ranks = c10d.get_world_size()
         first, last = self.rank == 0, self.rank == ranks - 1
@@ -183,7 +183,7 @@ class Bench:
         steps: dict[str, Callable[..., Any]] = {}
         losses: dict[str, float] = {}
         kept, first = {}, {}
-        for name, make in {**makers, "torch 1F1B": self.theirs}.items():
+        for name, make in {**makers, "torch 1F1B": self.torch_pipeline}.items():
             before = torch.cuda.memory_allocated()
             begin = time.perf_counter()
             steps[name] = make()

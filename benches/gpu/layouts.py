@@ -2,7 +2,7 @@
 `parallelize_module`, and with their combination.
 
     smdrun -n 4 benches/gpu/layouts.py                      # 1.1 B parameters, bfloat16
-    # A small trial:
+    # A small run on CPUs:
     smdrun -n 4 benches/gpu/layouts.py --device cpu --layers 4 --width 256 --sequence 32 --vocabulary 100
 
 All variants start with the same model and train on the same batch, so their losses are equal but for rounding. Those of
@@ -51,8 +51,10 @@ def main() -> None:
     makers |= {
         f"fully_shard {ranks}": lambda: bench.replicated_shards(1),
         f"fully_shard {half} x 2": lambda: bench.replicated_shards(2),
-        f"parallelize_module {ranks}": lambda: bench.theirs(shards_sequence=False),
-        f"parallelize_module 2, fully_shard {half}": lambda: bench.theirs(shards_sequence=False, degree=2),
+        f"parallelize_module {ranks}": lambda: bench.torch_tensor_parallel(shards_sequence=False),
+        f"parallelize_module 2, fully_shard {half}": lambda: bench.torch_tensor_parallel(
+            shards_sequence=False, degree=2
+        ),
     }
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     Rounds(arguments.rounds, arguments.steps, arguments.trace).run(

@@ -41,11 +41,13 @@ def main() -> None:
     makers = {
         "half the batch": bench.alone,
         "smp": bench.ours,
-        "parallelize_module": lambda: bench.theirs(shards_sequence=False),
-        "parallelize_module, sequence": lambda: bench.theirs(shards_sequence=True),
+        "parallelize_module": lambda: bench.torch_tensor_parallel(shards_sequence=False),
+        "parallelize_module, sequence": lambda: bench.torch_tensor_parallel(shards_sequence=True),
     }
     if arguments.compile:
-        makers["parallelize_module, async_tp"] = lambda: bench.theirs(shards_sequence=True, is_async=True)
+        makers["parallelize_module, async_tp"] = lambda: bench.torch_tensor_parallel(
+            shards_sequence=True, is_async=True
+        )
     ranks = c10d.get_world_size()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     Rounds(arguments.rounds, arguments.steps, arguments.trace).run(
@@ -87,7 +89,7 @@ class Bench(ShardedBench):
                 layer.compile()
         return model
 
-    def theirs(self, shards_sequence: bool, is_async: bool = False, degree: int | None = None) -> Step:
+    def torch_tensor_parallel(self, shards_sequence: bool, is_async: bool = False, degree: int | None = None) -> Step:
         """PyTorch's tensor parallelism: column-wise, then row-wise products, and a loss over sharded logits. With a
         smaller degree than there are ranks, `fully_shard` uses the other dimension of the mesh.
         """

@@ -76,7 +76,7 @@ THEIRS = {
 
 
 @dataclass
-class Trained:
+class TrainedPipeline:
     """A pipeline: the function that runs a step, and the tensors that it keeps between steps."""
 
     step: Callable[[torch.Tensor, torch.Tensor], Any]
@@ -122,7 +122,7 @@ class Bench:
             )
         return [*cuts[:1], *cuts, *cuts[-1:]]
 
-    def ours(self, name: str) -> Trained:
+    def ours(self, name: str) -> TrainedPipeline:
         """Makes a pipeline of this library. A script has one configuration and one model; the state of `smp` is saved
         and restored for each pipeline.
         """
@@ -146,7 +146,7 @@ class Bench:
         model = smp.DistributedModel(model)
         if options.auto:
             model.register_post_partition_hook(self.print_partition)
-        trained = Trained(lambda *_: None, None, [])  # type: ignore[arg-type]
+        trained = TrainedPipeline(lambda *_: None, None, [])  # type: ignore[arg-type]
 
         @smp.step
         def step(model: Any, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Bench:
             each = [f"{names[0]} to {names[-1]} ({len(names)})" for names in found]
             print(f"of {self.shape.middle + 2} modules each rank has {', '.join(each)}", flush=True)
 
-    def theirs(self, name: str) -> Trained:
+    def torch_pipeline(self, name: str) -> TrainedPipeline:
         """Makes a pipeline of torch.distributed.pipelining."""
         options, rank = THEIRS[name], c10d.get_rank()
         schedule, chunks, chunk = options.schedule, options.pieces * self.ranks, self.chunks(options)
@@ -227,7 +227,7 @@ class Bench:
             optimizer.zero_grad()
             return torch.stack(losses).detach().mean() if last else None
 
-        return Trained(train, optimizer, parameters)
+        return TrainedPipeline(train, optimizer, parameters)
 
     def adam(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
@@ -307,11 +307,11 @@ def main() -> None:
         torch.randint(arguments.vocabulary, (rows, arguments.sequence), generator=generator).to(bench.device)
         for _ in range(2)
     )
-    trained: dict[str, Trained] = {}
+    trained: dict[str, TrainedPipeline] = {}
     losses: dict[str, float] = {}
     for name in arguments.modes:
         start = time.perf_counter()
-        trained[name] = (bench.ours if name in OURS else bench.theirs)(name)
+        trained[name] = (bench.ours if name in OURS else bench.torch_pipeline)(name)
         # In this library's first step, parameters get their memory.
         for _ in range(3 + (name in OURS)):
             loss = trained[name].step(tokens_BT, targets_BT)
@@ -367,7 +367,7 @@ def main() -> None:
     c10d.destroy_process_group()
 
 
-def _profile(trained: Trained, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, rank: int) -> None:
+def _profile(trained: TrainedPipeline, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, rank: int) -> None:
     import cProfile
     import pstats
 

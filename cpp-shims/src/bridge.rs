@@ -429,7 +429,7 @@ mod ffi {
         fn connect_device(self: &Membership, device: u16) -> Result<()>;
         /// Id of its communicator.
         fn group(self: &Membership) -> Result<u64>;
-        /// Its members' global ranks.
+        /// The members' global ranks.
         fn ranks(self: &Membership) -> Result<Vec<usize>>;
         /// Closes the group: running and later operations fail.
         fn close(self: &Membership);

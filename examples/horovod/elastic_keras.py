@@ -38,10 +38,10 @@ def train(state):
     model.fit(
         data,
         steps_per_epoch=max(1, arguments.steps // hvd.size()),
-        # Of the epoch that a reset has interrupted all steps are done again, with the model of the last commit.
+        # After a reset, all steps of the interrupted epoch are repeated, with the model of the last commit.
         epochs=arguments.epochs - state.epoch,
         callbacks=[
-            # The order matters: what is committed is up to date.
+            # In this order, so that the commit contains the updated epoch and batch.
             hvd.elastic.UpdateEpochStateCallback(state),
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.CommitStateCallback(state, batches_per_commit=5),

@@ -27,7 +27,7 @@ images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(la
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-# It knows which samples of the epoch were processed, and divides the others among the workers that there are.
+# The sampler records which samples of the epoch were processed, and divides the others among the current workers.
 sampler = hvd.elastic.ElasticSampler(labels)
 
 
@@ -41,7 +41,7 @@ def train(state):
             optimizer.step()
             state.sampler.record_batch(number, len(indices))
             if number % 5 == 4:
-                # What was done before this is not lost; and if hosts have come or gone, training continues with others.
+                # Saves the progress. If hosts were added or removed, training restarts here with the new workers.
                 state.commit()
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)

@@ -32,7 +32,7 @@ def main() -> None:
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     labels = digits.target
-    # Ranks have the same number of batches.
+    # All ranks need the same number of batches.
     rows = 1500 // hvd.size()
     mine = np.arange(hvd.rank(), rows * hvd.size(), hvd.size())
     held_back = images[1500:], labels[1500:]
@@ -40,14 +40,14 @@ def main() -> None:
     model = keras.Sequential(
         [keras.layers.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10, "softmax")]
     )
-    # As many batches make a step as there are ranks.
+    # The learning rate is scaled by the number of ranks, because a step processes one batch of each rank.
     rate = options.learning_rate * hvd.size()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        # In front of those that look at metrics.
+        # Before the callbacks that read metrics.
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=options.warmup_epochs, verbose=1),
         hvd.callbacks.LearningRateScheduleCallback(rate, multiplier=0.8, start_epoch=options.warmup_epochs),

@@ -36,7 +36,7 @@ def main() -> None:
         [tf.keras.layers.Input((64,)), tf.keras.layers.Dense(64, "relu"), tf.keras.layers.Dense(10)]
     )
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # As many batches make a step as there are ranks.
+    # The learning rate is scaled by the number of ranks, because a step processes one batch of each rank.
     optimizer = tf.keras.optimizers.Adam(options.learning_rate * hvd.size())
 
     @tf.function
@@ -51,7 +51,7 @@ def main() -> None:
     for step, (x, y) in enumerate(data.take(max(options.steps // hvd.size(), 1))):
         loss = training_step(x, y)
         if step == 0:
-            # Now the optimizer has its variables, too.
+            # After the first step, because it creates the optimizer's variables.
             hvd.broadcast_variables(model.variables, root_rank=0)
             hvd.broadcast_variables(optimizer.variables, root_rank=0)
         if step % 20 == 0 and hvd.rank() == 0:

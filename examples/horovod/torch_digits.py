@@ -37,7 +37,7 @@ def main() -> None:
     loader = DataLoader(training, batch_size=options.batch_size, sampler=sampler)
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    # As many batches make a step as there are ranks.
+    # The learning rate is scaled by the number of ranks, because a step processes one batch of each rank.
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate * hvd.size(), momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -59,7 +59,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {mean.item():.3f}")
 
     with torch.no_grad():
-        # Each rank looks at its share.
+        # Each rank evaluates its share of the test images.
         mine = slice(1500 + hvd.rank(), None, hvd.size())
         hits = (model(images[mine]).argmax(1) == labels[mine]).sum()
         counts = hvd.allreduce(torch.stack([hits, torch.tensor(len(labels[mine]))]), op=hvd.Sum, name="accuracy")

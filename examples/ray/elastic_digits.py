@@ -35,7 +35,7 @@ def train(epochs: int, batch_size: int, pause: float) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    # It knows which samples of the epoch were processed, and divides the others among the workers that there are.
+    # The sampler records which samples of the epoch were processed, and divides the others among the current workers.
     sampler = hvd.elastic.ElasticSampler(range(1500))
 
     @hvd.elastic.run
@@ -52,7 +52,7 @@ def train(epochs: int, batch_size: int, pause: float) -> dict[str, Any]:
                 state.seen = [*state.seen[:-1], [*state.seen[-1], *seen]]
                 state.sampler.record_batch(number, len(indices))
                 time.sleep(pause)
-                # What was done before this is not lost; and if nodes have come or gone, training continues with others.
+                # Saves the progress. If nodes were added or removed, training restarts here with the new workers.
                 state.commit()
             state.epoch += 1
             state.seen = [*state.seen, []]

@@ -39,7 +39,7 @@ def train(epochs: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
     losses = []
     for epoch in range(epochs):
         order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
-        # The last batch would be smaller than the others.
+        # Without the last batch, which would be smaller than the others.
         for batch in order.split(batch_size)[: 1500 // batch_size]:
             mine = batch[hvd.rank() :: hvd.size()]
             optimizer.zero_grad()

@@ -1,5 +1,5 @@
-//! What stands in a checkpoint's manifest, whoever wrote it: parsed without a panic, and what is accepted is written and
-//! read as the same.
+//! Parses arbitrary bytes as a checkpoint's manifest. Parsing must not panic, and a manifest that is accepted must be equal
+//! after it is written and read again.
 
 #![no_main]
 
@@ -8,11 +8,11 @@ use smd_core::checkpoint::Manifest;
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = Manifest::parse(bytes);
-    // A checksum that fits, so that what lies behind it is reached as well.
+    // Parsed without the checksum, so that the fuzzer also reaches the checks after it.
     if let Ok(manifest) = serde_json::from_slice::<Manifest>(bytes)
         && manifest.check().is_ok()
     {
-        let again = Manifest::parse(manifest.to_text().as_bytes()).expect("what was written is read");
+        let again = Manifest::parse(manifest.to_text().as_bytes()).expect("a written manifest can be read");
         assert_eq!(again, manifest);
     }
 });

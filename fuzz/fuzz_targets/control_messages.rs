@@ -1,6 +1,7 @@
 //! Input that a rank or an unauthenticated client may send to the rendezvous: frames, messages, and messages in any order.
 //!
-//! The first byte picks what the rest is taken for. A panic, or a job whose books do not balance, is a finding.
+//! The first byte selects how the rest is interpreted. A panic is a finding, and so is a job that counts more connections
+//! than there are.
 
 #![no_main]
 
@@ -26,7 +27,7 @@ fuzz_target!(|input: &[u8]| {
     }
 });
 
-/// Any bytes are an error or a message, and a message survives the way back.
+/// Decodes the bytes to an error or to a message; a message must be equal after it is encoded and decoded again.
 fn messages(bytes: &[u8]) {
     if let Ok(message) = decode::<ToServer>(bytes) {
         assert_eq!(decode::<ToServer>(&encode(&message)), Ok(message));
@@ -36,7 +37,7 @@ fn messages(bytes: &[u8]) {
     }
 }
 
-/// Without the key nothing is accepted; with it, in pieces of any size, everything.
+/// Frames without the key are rejected. Sealed frames are opened, whatever the sizes of the pieces in which they arrive.
 fn frames(bytes: &[u8]) {
     let mut opener = Opener::new(KEY);
     let mut sealed = Vec::new();
@@ -44,7 +45,7 @@ fn frames(bytes: &[u8]) {
     for piece in bytes.chunks(29) {
         opener.feed(piece);
         if !matches!(opener.next(), Ok(None)) {
-            break; // refused; nobody can forge a tag
+            break; // rejected, because the tag cannot be forged
         }
         sealer.seal(piece, &mut sealed);
     }
@@ -52,7 +53,7 @@ fn frames(bytes: &[u8]) {
     let mut opened = Vec::new();
     for piece in sealed.chunks(1 + bytes.len() % 97) {
         opener.feed(piece);
-        while let Some(payload) = opener.next().expect("it was sealed with the key") {
+        while let Some(payload) = opener.next().expect("the frame was sealed with the key") {
             opened.extend_from_slice(payload);
         }
     }
@@ -71,16 +72,16 @@ fn handshake(bytes: &[u8]) {
     }
 }
 
-/// Members that say anything in any order: `what, connection, length, payload` again and again.
+/// Members that send arbitrary messages in arbitrary order: a sequence of `event, connection, length, payload`.
 fn session(mut bytes: &[u8]) {
     let mut job = Job::new(SIZE, Duration::from_millis(10), 1);
     let mut now = Instant::now();
     let mut alive = std::collections::BTreeSet::new();
-    while let Some((&[what, connection, length], rest)) = bytes.split_first_chunk() {
+    while let Some((&[event, connection, length], rest)) = bytes.split_first_chunk() {
         let (payload, rest) = rest.split_at(rest.len().min(usize::from(length)));
         bytes = rest;
         let connection = u64::from(connection % 16);
-        match what % 8 {
+        match event % 8 {
             0 => {
                 job.disconnected(connection, "was lost", now);
                 alive.remove(&connection);
@@ -93,7 +94,7 @@ fn session(mut bytes: &[u8]) {
             _ => {
                 let Ok(mut message) = decode::<ToServer>(payload) else { continue };
                 if let ToServer::Join(join) = &mut message {
-                    // Else hardly anybody would get in.
+                    // Made valid, because random requests to join would almost always be rejected.
                     join.size = SIZE as u32;
                     join.rank %= SIZE as u32 + 1;
                     join.version = smd_core::VERSION.to_owned();

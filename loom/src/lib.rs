@@ -1,8 +1,8 @@
-//! The lock-free code of the core's shared memory, compiled from the same files with loom's atomics. Loom runs each model in
-//! every order in which its threads can take their steps, with every value that the memory model lets a load see.
+//! Models of the core's lock-free code for shared memory, compiled from the same files with loom's atomics. Loom runs each
+//! model with all interleavings of its threads, and with every value that the memory model allows a load to return.
 //!
-//! What these models cannot show: that the kernel's futex compares and sleeps in one step (it is modelled by a lock), and
-//! what other processes write to the memory (TRA-2).
+//! The models do not check that the kernel's futex compares and sleeps in one step, which is modelled by a lock, nor what
+//! happens if another process writes invalid values to the memory (TRA-2).
 
 #![cfg(test)]
 #![allow(dead_code, reason = "models use a part of each file")]
@@ -16,7 +16,7 @@ mod sync {
         static ref KERNEL: (loom::sync::Mutex<()>, loom::sync::Condvar) = (loom::sync::Mutex::new(()), loom::sync::Condvar::new());
     }
 
-    /// Without a limit: a wake that is lost is a deadlock, which loom reports.
+    /// Ignores the limit, so that a lost wake-up is a deadlock, which loom reports.
     pub(crate) fn futex_wait(counter: &AtomicU32, seen: u32, _limit: Duration) {
         let guard = KERNEL.0.lock().unwrap();
         if counter.load(Ordering::SeqCst) == seen {
@@ -62,15 +62,15 @@ impl Words {
     }
 }
 
-/// Tries every order with at most as many switches away from a thread that could continue: all orders take minutes, and mistakes
-/// show with two or three switches.
+/// Explores the interleavings with at most `switches` preemptions. Exploring all takes minutes, and two or three preemptions
+/// suffice to find mistakes.
 fn bounded(switches: usize) -> loom::model::Builder {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(switches);
     model
 }
 
-/// An event that two threads wait for while a third one adds to it.
+/// Two threads wait for an event, and a third one adds to it.
 #[test]
 fn no_wake_is_lost() {
     bounded(2).check(|| {
@@ -91,23 +91,23 @@ fn no_wake_is_lost() {
     });
 }
 
-/// Two mistakes, in models that must fail. Each runs in a process of its own: loom ends a deadlocked one by a panic in a
-/// destructor.
+/// Two models with mistakes must fail. Each runs in its own process, because loom ends a deadlocked model with a panic in a
+/// destructor, which aborts the process.
 #[test]
 fn the_models_notice_mistakes() {
-    for (name, text) in [("waker_that_looks_first", "deadlock"), ("frame_without_release", "Causality violation")] {
+    for (name, text) in [("waker_that_checks_first", "deadlock"), ("frame_without_release", "Causality violation")] {
         let own = std::env::current_exe().unwrap();
         let arguments = [name, "--exact", "--ignored", "--nocapture"];
         let output = std::process::Command::new(own).args(arguments).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && said.contains(text), "{name}: {}\n{said}", output.status);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(text), "{name}: {}\n{stderr}", output.status);
     }
 }
 
-/// `no_wake_is_lost` with the waker's two steps the other way round.
+/// As `no_wake_is_lost`, but the waker checks for sleepers before it adds to the event.
 #[test]
 #[ignore = "a mistake: the_models_notice_mistakes runs it"]
-fn waker_that_looks_first() {
+fn waker_that_checks_first() {
     loom::model(|| {
         let words = Arc::new(Words::default());
         let own = words.clone();
@@ -125,13 +125,13 @@ fn waker_that_looks_first() {
     });
 }
 
-/// Two members meet twice. What each wrote before it arrived is there for the other: loom reports a cell that is read while it
-/// is written, or whose last write need not be visible.
+/// Two members pass two barriers. After a barrier, each member sees the other's writes from before it: loom reports a cell
+/// that is read while it is written, or whose last write need not be visible.
 #[test]
 fn members_that_arrive_see_what_all_wrote_before() {
     struct Memory {
         words: Words,
-        /// By member and parity of the phase, as regions are.
+        /// By member and parity of the phase, like the regions of the transport.
         cells: [[UnsafeCell<u32>; 2]; 2],
     }
     // SAFETY: the protocol under test orders the accesses of the cells, and loom checks that.
@@ -143,13 +143,13 @@ fn members_that_arrive_see_what_all_wrote_before() {
         let arrivals = arrivals::Arrivals { event: memory.words.event(), size: 2 };
         for phase in 1..=2u32 {
             let cell = |member: usize| &memory.cells[member][phase as usize % 2];
-            // SAFETY: the other member reads it after the arrival only.
+            // SAFETY: the other member reads the cell only after this member's arrival.
             cell(me).with_mut(|value| unsafe { *value = phase });
             arrivals.arrive(phase);
             while let Err(seen) = arrivals.poll(phase) {
                 arrivals.event.sleep(seen, POLL_INTERVAL);
             }
-            // SAFETY: the other member writes it before its arrival only.
+            // SAFETY: the other member writes the cell only before its arrival.
             cell(1 - me).with(|value| assert_eq!(unsafe { *value }, phase));
         }
     }
@@ -163,8 +163,8 @@ fn members_that_arrive_see_what_all_wrote_before() {
     });
 }
 
-/// Four frames through a ring of two slots, with a doorbell for each side: they come in order, no slot is written while it is
-/// read, and nobody sleeps for ever.
+/// Sends four frames through a ring of two slots, with a doorbell for each side. The frames arrive in order, no slot is
+/// written while it is read, and no side sleeps for ever.
 #[test]
 fn frames_come_in_order_through_a_full_ring() {
     const SLOTS: usize = 2;
@@ -174,7 +174,7 @@ fn frames_come_in_order_through_a_full_ring() {
         head: AtomicU64,
         tail: AtomicU64,
         slots: [UnsafeCell<u64>; SLOTS],
-        /// Of the producer, and of the consumer.
+        /// The producer's doorbell, and the consumer's.
         doorbells: [Words; 2],
     }
     // SAFETY: the protocol under test orders the accesses of the slots, and loom checks that.
@@ -186,7 +186,7 @@ fn frames_come_in_order_through_a_full_ring() {
         fn counts(&self) -> counts::Counts<'_, SLOTS> {
             counts::Counts { head: &self.head, tail: &self.tail }
         }
-        /// The slot that `find` gives, once it gives one.
+        /// Waits until `find` returns a slot.
         fn wait(&self, side: usize, find: impl Fn() -> Option<usize>) -> usize {
             loop {
                 let seen = self.doorbells[side].event().value();
@@ -225,7 +225,7 @@ fn frames_come_in_order_through_a_full_ring() {
     });
 }
 
-/// A head that is stored without release: the frame need not be there.
+/// The producer stores the head without release ordering, so the frame need not be visible.
 #[test]
 #[ignore = "a mistake: the_models_notice_mistakes runs it"]
 fn frame_without_release() {
@@ -233,7 +233,7 @@ fn frame_without_release() {
         let ring = Arc::new((AtomicU64::new(0), AtomicU64::new(0), UnsafeCell::new(0u64)));
         let own = ring.clone();
         let producer = thread::spawn(move || {
-            // SAFETY: none: that is what the model is to find.
+            // SAFETY: not safe: the model must find this race.
             own.2.with_mut(|frame| unsafe { *frame = 7 });
             own.0.store(1, Ordering::Relaxed);
         });

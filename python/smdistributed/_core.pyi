@@ -88,7 +88,7 @@ def are_unchanged(containers: list[tuple[object, object, bool]]) -> bool:
     """Return whether containers have the items, or with ``True`` the attributes, that they had: identical objects."""
 
 def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
-    """The size in bytes of a bucket of `mib` MiB, or the default for gradients on a device or in CPU memory."""
+    """The size in bytes of a bucket of `bucket_cap_mb` MiB, or the default for gradients on a device or in CPU memory."""
 
 def bucket_sizes(cap_bytes: int) -> list[int]:
     """The sizes in bytes of the first bucket and of all others, if none may exceed this size."""
@@ -130,9 +130,9 @@ def note_fallback(reason: str) -> None:
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 if no timeline is written."""
 
-def tell_replica(what: str, checksum: int, ranks: Sequence[int], remedy: str, is_final: bool) -> None:
+def report_replica_checksum(variables: str, checksum: int, ranks: Sequence[int], remedy: str, is_final: bool) -> None:
     """
-    Writes a checksum of the variables `what` that this rank is about to train together with `ranks`. If checksums
+    Writes a checksum of the variables `variables` that this rank is about to train together with `ranks`. If checksums
     differ, the first of the ranks logs a warning with the call `remedy`: at once if `is_final`, otherwise in the
     second step if nothing was broadcast until then.
     """
@@ -148,20 +148,20 @@ def start_mpi() -> bool:
     Returns whether any thread may call MPI.
     """
 
-def timeline_stage(kind: str, stage: int, microbatch: int, start: int, takes: Sequence[int] = ...) -> None:
+def timeline_stage(kind: str, stage: int, microbatch: int, start: int, input_stages: Sequence[int] = ...) -> None:
     """
     Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
     `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
-    not be pipelined); `takes` are the stages whose values it used.
+    not be pipelined); `input_stages` are the stages whose values it used.
 
     # Errors
     `ValueError` for another kind.
     """
 
-def start_names_timeline(path: str, mark_cycles: bool) -> None:
+def start_horovod_timeline(path: str, mark_cycles: bool) -> None:
     """From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing."""
 
-def stop_names_timeline() -> None:
+def stop_horovod_timeline() -> None:
     """Ends that timeline; the file is complete when this returns."""
 
 def parameter_defaults() -> str:
@@ -188,7 +188,7 @@ def declined_rounds(seen: int, seconds: float) -> int:
     `seen`, at most `seconds`; returns the number.
     """
 
-def hosts_known_anywhere(acted: int, heard: int, kinds: int) -> tuple[int, int, int]:
+def combine_host_updates(handled: int, latest: int, kinds: int) -> tuple[int, int, int]:
     """
     Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is
     known, in microseconds since 1970, and the kinds of unhandled changes. Every rank calls it with its own values.
@@ -283,7 +283,13 @@ class ElasticDriver:
     """Decides which workers run on which hosts, and when a session begins. The caller executes its actions."""
 
     def __init__(
-        self, hosts: ElasticHosts, first: int, least: int, most: int, resets: int | None, timeout: float
+        self,
+        hosts: ElasticHosts,
+        num_proc: int,
+        min_num_proc: int,
+        max_num_proc: int,
+        reset_limit: int | None,
+        timeout: float,
     ) -> None: ...
     def discover(self, found: Sequence[tuple[str, int]]) -> None:
         """Sets the names and slots of the hosts that the discovery has found."""
@@ -293,9 +299,9 @@ class ElasticDriver:
         """Whether a host may not be used now."""
     def usable(self) -> list[tuple[str, int]]:
         """Names and slots of the hosts that may be used, oldest first."""
-    def entered(self, worker: int) -> None:
+    def worker_ready(self, worker: int) -> None:
         """Records that a worker waits for a rank in the next session."""
-    def ended(self, worker: int, failure: str | None = None) -> None:
+    def worker_ended(self, worker: int, failure: str | None = None) -> None:
         """Records that a worker has ended: successfully, or with `failure`."""
     def stop_all(self, why: str) -> None:
         """Ends the job for the reason `why`."""
@@ -303,8 +309,8 @@ class ElasticDriver:
         """Processes timeouts; returns the seconds until the next call is due, or `None`."""
     def take_actions(self) -> list[tuple[str, list[int], tuple[str, int] | None, int, str]]:
         """Returns the actions since the last call, in order: a kind, workers, the host and slot of `start`, a number (`notify`: 1
-        for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (workers in the order of
-        their ranks), `notify` and `say`."""
+        for removed, 2 for added), a text (`log`). Kinds are `start`, `stop`, `remove`, `assign_ranks` (workers in the order of
+        their ranks), `notify` and `log`."""
     def outcome(self) -> tuple[bool, str] | None:
         """Returns `None` until all workers have ended; then whether the job succeeded, and the reason if not."""
 
@@ -313,7 +319,7 @@ class StepOperations:
     bytes, and whether it binds a layer to a partition."""
 
     def __init__(self, operations: Sequence[object], variables: Sequence[tuple[str, int, bool]]) -> None: ...
-    def divide(
+    def partition_layers(
         self,
         layers: Sequence[str],
         partitions: int,
@@ -459,7 +465,7 @@ def sharding_groups(members: Sequence[int], degree: int) -> tuple[list[list[int]
     shard.
     """
 
-class PipelineLayout:
+class StageGraph:
     """The stages of a microbatch: groups of tasks that one rank runs without waiting for another."""
 
     def __init__(self) -> None: ...
@@ -482,10 +488,10 @@ class PipelineLayout:
         using their values, for its outputs the bytes and whether they require gradients, its costs, and the bytes that it
         keeps for the first and for the second part of its backward. Returns the numbers of their stages."""
 
-    def adopt(self, task: int, makes: Sequence[tuple[int, bool]]) -> int:
+    def set_outputs(self, task: int, outputs: Sequence[tuple[int, bool]]) -> int:
         """Sets the outputs of a task that was added before they were known; returns its stage."""
 
-    def finish(self, seeds: Sequence[int], returned: Sequence[int]) -> None:
+    def finish(self, backward_roots: Sequence[int], returned: Sequence[int]) -> None:
         """Sets the backward roots, and the values that are returned."""
 
     def stage_of(self, value: int) -> int:

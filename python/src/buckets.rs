@@ -5,7 +5,7 @@ use smd_core::reducer;
 
 use crate::enter::enter;
 
-/// The size in bytes of a bucket of `mib` MiB, or the default for gradients on a device or in CPU memory.
+/// The size in bytes of a bucket of `bucket_cap_mb` MiB, or the default for gradients on a device or in CPU memory.
 #[pyfunction]
 #[pyo3(signature = (bucket_cap_mb=None, on_device=false))]
 pub fn bucket_bytes(py: Python<'_>, bucket_cap_mb: Option<f64>, on_device: bool) -> PyResult<usize> {

@@ -201,19 +201,19 @@ impl CheckpointReader {
         enter(py, || Ok(Self { checkpoint: Checkpoint::open(&directory, tag.as_deref())? }))
     }
 
-    /// Its name.
+    /// Name.
     #[getter]
     fn tag(&self) -> &str {
         self.checkpoint.tag()
     }
 
-    /// Its kind: `sharded` or `partial`.
+    /// Kind: `sharded` or `partial`.
     #[getter]
     fn kind(&self) -> &str {
         self.checkpoint.kind().name()
     }
 
-    /// Its folder.
+    /// Folder.
     #[getter]
     fn folder(&self) -> OsString {
         self.checkpoint.folder().as_os_str().to_owned()

@@ -62,19 +62,19 @@ pub struct ElasticDriver {
 
 #[pymethods]
 impl ElasticDriver {
-    /// `hosts` are the known hosts. The first session starts with `first` slots; training continues with at least
-    /// `least` and uses at most `most`. At most `resets` sessions follow the first one. `timeout` limits the wait for
-    /// slots or for a worker, in seconds.
+    /// `hosts` are the known hosts. The first session starts with `num_proc` slots; training continues with at least
+    /// `min_num_proc` and uses at most `max_num_proc`. At most `reset_limit` sessions follow the first one. `timeout`
+    /// limits the wait for slots or for a worker, in seconds.
     #[new]
     fn new(
         hosts: &ElasticHosts,
-        first: usize,
-        least: usize,
-        most: usize,
-        resets: Option<usize>,
+        num_proc: usize,
+        min_num_proc: usize,
+        max_num_proc: usize,
+        reset_limit: Option<usize>,
         timeout: f64,
     ) -> PyResult<Self> {
-        let limits = ElasticLimits { first, least, most, resets, timeout: seconds(timeout)? };
+        let limits = ElasticLimits { num_proc, min_num_proc, max_num_proc, reset_limit, timeout: seconds(timeout)? };
         Ok(Self { driver: Driver::new(limits, hosts.hosts.clone()) })
     }
 
@@ -99,14 +99,14 @@ impl ElasticDriver {
     }
 
     /// A worker asks for a place in the next session.
-    fn entered(&mut self, worker: WorkerId) {
-        self.driver.entered(worker, Instant::now());
+    fn worker_ready(&mut self, worker: WorkerId) {
+        self.driver.worker_ready(worker, Instant::now());
     }
 
     /// A worker has ended: with success, or as `failure` says.
     #[pyo3(signature = (worker, failure=None))]
-    fn ended(&mut self, worker: WorkerId, failure: Option<String>) {
-        self.driver.ended(worker, failure, jitter(), Instant::now());
+    fn worker_ended(&mut self, worker: WorkerId, failure: Option<String>) {
+        self.driver.worker_ended(worker, failure, jitter(), Instant::now());
     }
 
     /// Ends the job, for this reason.
@@ -121,8 +121,8 @@ impl ElasticDriver {
     }
 
     /// Returns the actions since the last call, in order: kind, workers, host and slot of `start`, a number
-    /// (`notify`: 1 for removed, 2 for added), a text (`say`). Kinds are `start`, `stop`, `remove`, `seat` (workers
-    /// by rank), `notify` and `say`.
+    /// (`notify`: 1 for removed, 2 for added), a text (`log`). Kinds are `start`, `stop`, `remove`, `assign_ranks`
+    /// (workers by rank), `notify` and `log`.
     fn take_actions(&mut self) -> Vec<WorkerActionRow> {
         let plain = |kind, workers| (kind, workers, None, 0, String::new());
         let rows = self.driver.take_actions().into_iter().map(|action| match action {
@@ -131,9 +131,9 @@ impl ElasticDriver {
             }
             WorkerAction::Stop { worker } => plain("stop", vec![worker]),
             WorkerAction::Remove { worker } => plain("remove", vec![worker]),
-            WorkerAction::AssignRanks { workers } => plain("seat", workers),
+            WorkerAction::AssignRanks { workers } => plain("assign_ranks", workers),
             WorkerAction::Notify { kinds } => ("notify", Vec::new(), None, kinds, String::new()),
-            WorkerAction::Log(text) => ("say", Vec::new(), None, 0, text),
+            WorkerAction::Log(text) => ("log", Vec::new(), None, 0, text),
         });
         rows.collect()
     }

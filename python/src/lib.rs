@@ -49,7 +49,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<elastic::ElasticDriver>()?;
     module.add_class::<operations::StepOperations>()?;
     module.add_class::<operations::StepPlacement>()?;
-    module.add_class::<pipeline::PipelineLayout>()?;
+    module.add_class::<pipeline::StageGraph>()?;
     module.add_class::<topology::ParallelTopology>()?;
     module.add_class::<loss_scale::LossScale>()?;
     module.add_function(wrap_pyfunction!(sharding::shard_parameters, module)?)?;

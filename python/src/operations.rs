@@ -27,15 +27,15 @@ struct Row {
     name: String,
     kind: String,
     role: String,
-    takes: Vec<OutputRow>,
-    waits: Vec<usize>,
-    makes: Vec<(String, u64, Option<String>)>,
+    inputs: Vec<OutputRow>,
+    control_inputs: Vec<usize>,
+    outputs: Vec<(String, u64, Option<String>)>,
     variables: Vec<usize>,
-    inside: bool,
+    in_model: bool,
     layer: Option<(usize, usize)>,
-    asked: Option<usize>,
+    requested: Option<usize>,
     gradient_of: Vec<usize>,
-    made: usize,
+    created: usize,
     has_effect: bool,
     assigns: bool,
     flops: u64,
@@ -45,7 +45,7 @@ fn operation(row: Row) -> Result<Operation> {
     let role = match row.role.as_str() {
         "constant" => OperationRole::Constant,
         "input" => OperationRole::Input,
-        "hands_out" => OperationRole::ModelResult,
+        "model_result" => OperationRole::ModelResult,
         "computes" => OperationRole::Computes,
         other => return Err(Error::InvalidArgument(format!("`{other}` is not a role of an operation"))),
     };
@@ -53,15 +53,19 @@ fn operation(row: Row) -> Result<Operation> {
         name: row.name,
         kind: row.kind,
         role,
-        inputs: row.takes.into_iter().map(output).collect(),
-        waits: row.waits,
-        outputs: row.makes.into_iter().map(|(text, bytes, stays)| ResultSpec { text, bytes, stays }).collect(),
+        inputs: row.inputs.into_iter().map(output).collect(),
+        control_inputs: row.control_inputs,
+        outputs: row
+            .outputs
+            .into_iter()
+            .map(|(text, bytes, not_transferable)| ResultSpec { text, bytes, not_transferable })
+            .collect(),
         variables: row.variables,
-        inside: row.inside,
+        in_model: row.in_model,
         layer: row.layer,
-        requested: row.asked,
+        requested: row.requested,
         gradient_of: row.gradient_of,
-        created: row.made,
+        created: row.created,
         has_effect: row.has_effect,
         assigns: row.assigns,
         flops: row.flops,
@@ -97,7 +101,7 @@ impl StepOperations {
     /// Partitions layers, whose paths are in the order of their first calls: returns the partition of each layer with
     /// variables, and a table.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
-    fn divide(
+    fn partition_layers(
         &self,
         py: Python<'_>,
         layers: Vec<String>,
@@ -192,11 +196,11 @@ impl StepPlacement {
 fn segment(segments: &Segments<'_>, number: usize, rank: usize) -> SegmentRow {
     let whole = &segments.all()[number];
     let here = segments.on(number, rank);
-    let (takes, gives) = (segments.inputs_of(&here), segments.outputs_of(&here, rank));
+    let (inputs, outputs) = (segments.inputs_of(&here), segments.outputs_of(&here, rank));
     let alone = whole.place == OperationPlace::On(rank);
     let after =
         segments.after(number, rank).into_iter().map(|ControlDependency { segment, back }| (segment, back)).collect();
-    (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(takes), rows(gives), after)
+    (whole.phase.text(), whole.stage, whole.level, whole.anchored, alone, here, rows(inputs), rows(outputs), after)
 }
 
 fn transfer(transfer: &Transfer) -> (OutputRow, TransferRoute) {

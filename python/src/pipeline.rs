@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use smd_core::metrics::{self, Fallback};
 use smd_core::partition::DeviceModel;
 use smd_core::pipeline::schedule::{self, Bounds, Schedule};
-use smd_core::pipeline::{Costs, Graph, ProducedTensor, Section, StageGraph, Task};
+use smd_core::pipeline::{self, Costs, Graph, ProducedTensor, Section, Task};
 use smd_core::trace::{self, Track};
 use smd_core::{Error, Result};
 
@@ -26,15 +26,15 @@ type ActionRow = (String, u32, u32, Option<u32>);
 
 /// Groups the tasks of a microbatch into stages, which a rank computes without waiting for another.
 #[pyclass(module = "smdistributed._core")]
-pub struct PipelineLayout {
-    layout: StageGraph,
+pub struct StageGraph {
+    graph: pipeline::StageGraph,
 }
 
 #[pymethods]
-impl PipelineLayout {
+impl StageGraph {
     #[new]
     fn new() -> Self {
-        Self { layout: StageGraph::new() }
+        Self { graph: pipeline::StageGraph::new() }
     }
 
     /// Adds tasks after the existing ones: for each its rank and level, its inputs, the earlier tasks that it follows
@@ -42,30 +42,30 @@ impl PipelineLayout {
     /// bytes that it keeps. Returns the numbers of their stages.
     fn extend(&mut self, py: Python<'_>, tasks: Vec<TaskRow>, early: bool) -> PyResult<Vec<usize>> {
         let tasks = tasks.into_iter().map(task).collect();
-        enter(py, || self.layout.extend(tasks, early).map(Iterator::collect))
+        enter(py, || self.graph.extend(tasks, early).map(Iterator::collect))
     }
 
     /// Sets the outputs of a task that was added before they were known; returns its stage.
-    fn adopt(&mut self, py: Python<'_>, task: usize, makes: Vec<ProducedRow>) -> PyResult<usize> {
-        let outputs = makes.into_iter().map(produced).collect();
-        enter(py, || self.layout.adopt(task, outputs))
+    fn set_outputs(&mut self, py: Python<'_>, task: usize, outputs: Vec<ProducedRow>) -> PyResult<usize> {
+        let outputs = outputs.into_iter().map(produced).collect();
+        enter(py, || self.graph.set_outputs(task, outputs))
     }
 
     /// Sets the backward roots, and the values that are returned.
-    fn finish(&mut self, py: Python<'_>, seeds: Vec<usize>, returned: Vec<usize>) -> PyResult<()> {
-        enter(py, || self.layout.finish(&seeds, &returned))
+    fn finish(&mut self, py: Python<'_>, backward_roots: Vec<usize>, returned: Vec<usize>) -> PyResult<()> {
+        enter(py, || self.graph.finish(&backward_roots, &returned))
     }
 
     /// The stage that computes a value.
     fn stage_of(&self, py: Python<'_>, value: usize) -> PyResult<usize> {
-        enter(py, || self.layout.stage_of(value))
+        enter(py, || self.graph.stage_of(value))
     }
 
     /// For every stage: its rank, tasks, inputs, outputs and gradients that it receives (each with the other stage),
     /// values that it returns, backward roots, whether it runs early, and whether it has a backward.
     fn stages(&self) -> Vec<StageRow> {
         let row = |(number, stage): (usize, &Section)| {
-            let returning = stage.outputs.keys().map(|&consumer| (consumer, self.layout.gradients(number, consumer)));
+            let returning = stage.outputs.keys().map(|&consumer| (consumer, self.graph.gradients(number, consumer)));
             (
                 stage.rank,
                 stage.tasks.clone(),
@@ -73,12 +73,12 @@ impl PipelineLayout {
                 stage.outputs.clone(),
                 returning.collect(),
                 stage.exports.clone(),
-                stage.seeds.clone(),
+                stage.backward_roots.clone(),
                 stage.early,
-                stage.trains,
+                stage.has_backward,
             )
         };
-        self.layout.stages().iter().enumerate().map(row).collect()
+        self.graph.stages().iter().enumerate().map(row).collect()
     }
 
     /// The program of `rank` in a pipeline, in order: kind (`F`, `B`, `I`, `W`, `SF`, `RF`, `SB`, `RB`), stage,
@@ -95,7 +95,7 @@ impl PipelineLayout {
         memory_bytes: Option<u64>,
     ) -> PyResult<Vec<ActionRow>> {
         enter(py, || {
-            let graph = self.layout.graph(ranks, microbatches, DeviceModel::ACCELERATOR.link)?;
+            let graph = self.graph.graph(ranks, microbatches, DeviceModel::ACCELERATOR.link)?;
             planned(&graph, rank, schedule, Bounds { active_microbatches, memory_bytes })
         })
     }
@@ -118,8 +118,8 @@ fn task(
     Task { rank, level, inputs, follows, outputs, costs: Costs { forward, input, weight }, kept_bytes, waiting_bytes }
 }
 
-fn produced((bytes, wants_gradient): ProducedRow) -> ProducedTensor {
-    ProducedTensor { bytes, wants_gradient }
+fn produced((bytes, requires_grad): ProducedRow) -> ProducedTensor {
+    ProducedTensor { bytes, requires_grad }
 }
 
 /// Nanoseconds on the timeline's clock, or 0 if no timeline is written.
@@ -130,19 +130,19 @@ pub fn timeline_now() -> u64 {
 
 /// Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
 /// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
-/// not be pipelined); `takes` are the stages whose values it used.
+/// not be pipelined); `input_stages` are the stages whose values it used.
 ///
 /// # Errors
 /// `ValueError` for another kind.
 #[pyfunction]
-#[pyo3(signature = (kind, stage, microbatch, start, takes=Vec::new()))]
+#[pyo3(signature = (kind, stage, microbatch, start, input_stages=Vec::new()))]
 pub fn timeline_stage(
     py: Python<'_>,
     kind: &str,
     stage: u64,
     microbatch: u64,
     start: u64,
-    takes: Vec<u64>,
+    input_stages: Vec<u64>,
 ) -> PyResult<()> {
     if kind == trace::SYNCHRONOUS {
         metrics::note_fallback(Fallback::SynchronousCall);
@@ -156,7 +156,7 @@ pub fn timeline_stage(
         let name = KINDS.into_iter().find(|name| *name == kind);
         let name = name.ok_or_else(|| Error::InvalidArgument(format!("`{kind}` is not an action of a pipeline")))?;
         trace::complete(name, Track::Stage(stage), start, end, Some(("microbatch", microbatch)));
-        for from in takes {
+        for from in input_stages {
             // Follows its forward, with the same start: `smdrun report` treats both as one.
             trace::complete(trace::STAGE_INPUT, Track::Stage(stage), start, start, Some((trace::INPUT_STAGE, from)));
         }

@@ -182,8 +182,8 @@ fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>
 /// Combines the ranks' knowledge of changed hosts: the latest change that was handled and the latest one that is
 /// known, in microseconds since 1970, and the kinds of unhandled changes. Every rank calls it with its own values.
 #[pyfunction]
-fn hosts_known_anywhere(py: Python<'_>, acted: u64, heard: u64, kinds: u8) -> PyResult<(u64, u64, u8)> {
-    enter(py, || session::current("check_host_updates")?.hosts_known_anywhere(acted, heard, kinds))
+fn combine_host_updates(py: Python<'_>, handled: u64, latest: u64, kinds: u8) -> PyResult<(u64, u64, u8)> {
+    enter(py, || session::current("check_host_updates")?.combine_host_updates(handled, latest, kinds))
 }
 
 /// Waits until the number of rounds of optimizers whose gradients were held and are reduced by name after all is not
@@ -196,16 +196,16 @@ fn declined_rounds(py: Python<'_>, seen: u64, seconds: f64) -> PyResult<u64> {
 
 /// From now on, rank 0 writes a timeline of collectives by name to this file; other ranks do nothing.
 #[pyfunction]
-fn start_names_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
+fn start_horovod_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
     with(py, "start_timeline", |session| {
-        session.start_names_timeline(path, mark_cycles);
+        session.start_horovod_timeline(path, mark_cycles);
         Ok(())
     })
 }
 
 /// Ends that timeline; the file is complete when this returns.
 #[pyfunction]
-fn stop_names_timeline(py: Python<'_>) -> PyResult<()> {
+fn stop_horovod_timeline(py: Python<'_>) -> PyResult<()> {
     enter(py, || {
         timeline::stop();
         Ok(())
@@ -218,20 +218,21 @@ fn is_started_by_mpi() -> bool {
     env::started_by_mpi(&env::variables())
 }
 
-/// Writes a checksum of the variables `what` that this rank is about to train together with `ranks`. If checksums
+/// Writes a checksum of the variables `variables` that this rank is about to train together with `ranks`. If checksums
 /// differ, the first of the ranks logs a warning with the call `remedy`: at once if `is_final`, otherwise in the
 /// second step if nothing was broadcast until then.
 #[pyfunction]
-fn tell_replica(
+fn report_replica_checksum(
     py: Python<'_>,
-    what: String,
+    variables: String,
     checksum: u64,
     ranks: Vec<usize>,
     remedy: String,
     is_final: bool,
 ) -> PyResult<()> {
-    let replica = replicas::ReplicaChecksum { what: &what, checksum, ranks: &ranks, remedy: &remedy, is_final };
-    with(py, "tell_replica", |session| session.tell_replica(&replica))
+    let replica =
+        replicas::ReplicaChecksum { variables: &variables, checksum, ranks: &ranks, remedy: &remedy, is_final };
+    with(py, "report_replica_checksum", |session| session.report_replica_checksum(&replica))
 }
 
 /// Notes that variables are broadcast, so ranks train from equal values.
@@ -306,13 +307,13 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(report_failure, module)?)?;
     module.add_function(wrap_pyfunction!(interrupt, module)?)?;
-    module.add_function(wrap_pyfunction!(hosts_known_anywhere, module)?)?;
-    module.add_function(wrap_pyfunction!(start_names_timeline, module)?)?;
-    module.add_function(wrap_pyfunction!(stop_names_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(combine_host_updates, module)?)?;
+    module.add_function(wrap_pyfunction!(start_horovod_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(stop_horovod_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(next_hosts_update, module)?)?;
     module.add_function(wrap_pyfunction!(declined_rounds, module)?)?;
     module.add_function(wrap_pyfunction!(is_started_by_mpi, module)?)?;
-    module.add_function(wrap_pyfunction!(tell_replica, module)?)?;
+    module.add_function(wrap_pyfunction!(report_replica_checksum, module)?)?;
     module.add_function(wrap_pyfunction!(note_broadcast, module)?)?;
     module.add_function(wrap_pyfunction!(begin_step, module)?)?;
     module.add_function(wrap_pyfunction!(start_mpi, module)?)?;

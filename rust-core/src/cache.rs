@@ -107,7 +107,7 @@ pub fn untrusted(path: &Path) -> Option<String> {
         Ok(ways) => ways,
         Err(error) => return Some(format!("`{}` cannot be inspected: {error}", path.display())),
     };
-    ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.objection(part))
+    ways.iter().flat_map(|way| way.ancestors()).find_map(|part| trust.reason_for_distrust(part))
 }
 
 /// The users that this process trusts.
@@ -134,7 +134,7 @@ impl TrustedOwners {
     }
 
     /// Returns the reason why a component of a path cannot be trusted, or `None` if it can.
-    fn objection(&self, part: &Path) -> Option<String> {
+    fn reason_for_distrust(&self, part: &Path) -> Option<String> {
         let shown = part.display();
         let data = match std::fs::symlink_metadata(part) {
             Ok(data) => data,
@@ -258,7 +258,7 @@ mod tests {
         let user = rustix::process::geteuid().as_raw();
         let other = TrustedOwners { user: user + 1, nameless: None };
         // For another user, files of this user are not trusted, unless the owner is root.
-        assert_eq!(other.objection(&file).is_none(), user == 0);
+        assert_eq!(other.reason_for_distrust(&file).is_none(), user == 0);
         if user == 0 {
             std::os::unix::fs::chown(&file, Some(65_534), None).unwrap();
             let why = untrusted(&file).unwrap();

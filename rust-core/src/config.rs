@@ -14,7 +14,7 @@ pub struct Setting {
     pub aliases: &'static [&'static str],
     /// The default, as text.
     pub default: &'static str,
-    /// Its meaning, with the unit.
+    /// Meaning, with the unit.
     pub doc: &'static str,
 }
 

@@ -32,7 +32,7 @@ struct ConfigKey {
 
 #[derive(Clone, Copy, Debug)]
 enum DefaultValue {
-    /// There is none, or it follows from other keys.
+    /// No default, or one that follows from other keys.
     None,
     Bool(bool),
     Int(u64),

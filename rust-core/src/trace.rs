@@ -71,7 +71,7 @@ impl Track {
 }
 
 /// Name of the event that shows which stages a stage gets values from, and of its argument.
-pub const STAGE_INPUT: &str = "takes";
+pub const STAGE_INPUT: &str = "stage input";
 /// Name of the event of a synchronous call in a pipeline step: all ranks waited for the rank that ran it.
 pub const SYNCHRONOUS: &str = "synchronous";
 /// See [`STAGE_INPUT`].

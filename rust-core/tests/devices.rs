@@ -67,7 +67,7 @@ fn a_closed_group_ends_an_operation_that_no_other_member_calls() {
     let (fake, group) = (Fake::new(), group(1, 2, Duration::from_secs(1)));
     group.connect();
     let stream = fake.stream();
-    // They connect.
+    // The first all-reduce connects the members.
     thread::scope(|scope| {
         group.members.iter().for_each(|member| drop(scope.spawn(|| all_reduce(member, stream).unwrap())));
     });

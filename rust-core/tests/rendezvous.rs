@@ -238,8 +238,8 @@ fn the_end_of_the_rendezvous_is_reported_as_the_end_of_rank_0() {
     let error = ranks[1].client.get("never", &[0, 1], LIMIT).unwrap_err();
     assert_eq!(error.code(), Code::PeerFailed);
     assert!(error.to_string().starts_with("rank 0 died (its process, which served the rendezvous"), "{error}");
-    // Nobody can tell any more whether the others live, so that waiting for them alone makes no sense either: for the
-    // same cause.
+    // Without the rendezvous, no process knows whether the other ranks live. A wait for them alone fails with the same
+    // cause.
     let error = ranks[1].client.get("never", &[1], LIMIT).unwrap_err();
     assert!(error.to_string().starts_with("rank 0 died (its process, which served the rendezvous"), "{error}");
 }

@@ -88,7 +88,7 @@ def test_torchrec_divides_embeddings(tmp_path):
 
         torch.manual_seed(0)
         model = Model()
-        # It starts new tables with other numbers.
+        # TorchRec initializes new tables with other random numbers.
         tables = {name: bag.weight.detach().clone() for name, bag in model.bags.embedding_bags.items()}
         if size > 1:
             import smdistributed.dataparallel.torch.torch_smddp

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLKIT = ROOT / "build" / "sagemaker"
 HOST = "algo-1"
 
-#: What SageMaker's own containers of PyTorch and TensorFlow do for `distribution={"smdistributed": {"dataparallel": ..}}`.
+#: An entry point like that of SageMaker's PyTorch and TensorFlow containers, which selects the runner for
+#: `distribution={"smdistributed": {"dataparallel": ..}}`.
 FRAMEWORK = """
 from sagemaker_training import entry_point, environment, runner
 
@@ -108,12 +109,12 @@ class Container:
         shutil.rmtree(self.folder)
 
     def train(self, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-        """Runs the toolkit's `train` to its end; its output comes together."""
+        """Runs the toolkit's `train`; returns its output after it has ended."""
         with self.start() as process:
             try:
                 output, _ = process.communicate(timeout=timeout)
             finally:
-                # It ends all processes of the container.
+                # Ends all processes of the container.
                 process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
@@ -146,7 +147,7 @@ class Container:
         found = {}
         for pid, words, variables in self.processes():
             rank = variables.get("OMPI_COMM_WORLD_RANK")
-            # `smddprun` has the same words after its own.
+            # The command line of `smddprun` contains the same arguments, but does not begin with them.
             if rank is not None and "mpi4py" in words and "python" in Path(words[0]).name and words[1] == "-m":
                 found[int(rank)] = pid
         return found

@@ -136,7 +136,7 @@ class Job:
             if self.process.poll() is not None:
                 raise AssertionError(f"the job ended while {what}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"it took too long: {what}")
+                raise AssertionError(f"timed out after {LONGEST_RESET} seconds while {what}")
             time.sleep(0.05)
 
     def runs_on(self, hosts: dict[str, int]) -> bool:

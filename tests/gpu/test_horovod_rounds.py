@@ -90,7 +90,7 @@ class Twins:
         self.compare()
 
     def plan(self, steps=3):
-        """Steps until the plan is ready, then `steps` times with it."""
+        """Runs steps until the reducer's plan is ready, then `steps` more that must use the plan."""
         for _ in range(500):
             self.step()
             if self.result() == PLANNED:
@@ -101,7 +101,7 @@ class Twins:
             assert self.result() == PLANNED
 
     def forget_plan(self):
-        """On this rank only: the next vote is against the plan."""
+        """Drops the plan on this rank, so that this rank votes against it in the next round."""
         self.optimizer._planned_reducer._reducer = None
 
 

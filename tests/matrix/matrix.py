@@ -37,10 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/matrix"
 PAGE = ROOT / "docs/reference/support-matrix.md"
 BEGIN, END = "<!-- Written by `make matrix`. -->\n", "<!-- End of what `make matrix` writes. -->\n"
-#: What the suite needs beside a framework.
+#: Packages that the suite needs besides a framework.
 TOOLS = ["pytest", "pytest-timeout", "cloudpickle"]
 NOT_RUN, NO_END = "not run", "no end"
-#: What a test says that its time limit ended.
+#: Output of a test that ran into its time limit.
 _OUT_OF_TIME = re.compile(r"Timeout \(>|the job was still running after|no rank could be forked:\s*$")
 #: Seconds for one part of the suite, of which the first also builds the shim.
 LIMIT = 1200
@@ -136,7 +136,7 @@ def environment(is_installed: bool, has_compiler: bool = True) -> dict[str, str]
     if not is_installed:
         given["PYTHONPATH"] = str(ROOT / "python")
     if not has_compiler:
-        # What was built before would hide that nothing is prebuilt.
+        # An empty cache: a shim from an earlier build would hide that none is prebuilt.
         given |= {"PATH": str(_programs()), "SMD_CACHE_DIR": str(_scratch() / "cache")}
     return given
 

@@ -384,7 +384,7 @@ class InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts[0](x.clone())
         before = self.parts[1](x)
-        # Its input is as `parts[1]` has modified it.
+        # `parts[1]` has modified `x` in place.
         after = self.parts[2](x)
         total = torch.zeros(1, device=x.device)
         total += before.sum()

@@ -391,5 +391,5 @@ LAYERS = {
 LATER_LAYERS = {"Nested": ("",)}
 #: Layers whose state is more than parameters.
 STATE_LAYERS = {"Offset": ("",), "Seen": ("",), "Own": ("",), "Table": ("",), "Memo": ("",)}
-#: Those of `MORE`.
+#: Layers of programs with seeds from `step_bodies.MORE` on.
 MORE_LAYERS = {"Noise": ("",), "Lazy": ("",)}

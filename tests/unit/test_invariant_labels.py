@@ -1,7 +1,7 @@
 """Labels of invariants, such as ``RED-3``: each is defined once in the tree, and each cited one is defined.
 
 A label is defined by an item of a list in a comment or docstring, ``- RED-3: ...``. In the docstring at the top of a Python
-module a sentence may define one instead, by ending in ``(TRY-1)``.
+module a sentence may define one instead, by ending in ``(PROBE-1)``.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_horovod_for_keras_says_what_is_missing(missing, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules[{missing!r}] = None; import horovod.keras"
     done = python(code)
     assert done.returncode == 1
-    wanted = {"keras": "Keras, which is not installed", "tensorflow": "what Keras runs on"}[missing]
+    wanted = {"keras": "Keras, which is not installed", "tensorflow": "the backend of Keras"}[missing]
     assert f"ImportError: `horovod.keras` needs {wanted}: `pip install {missing}`" in done.stderr
 
 

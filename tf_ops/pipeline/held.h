@@ -22,10 +22,10 @@ struct Held {
   static bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-// TensorFlow copies the elements of a variant tensor between devices. The object itself stays on the host.
+// TensorFlow copies the elements of a variant tensor between devices. The object itself keep_on_host on the host.
 template <class T>
-absl::Status stays(const Held<T>& from, Held<T>* to,
-                   const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {
+absl::Status keep_on_host(const Held<T>& from, Held<T>* to,
+                          const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {
   *to = from;
   return absl::OkStatus();
 }
@@ -33,10 +33,10 @@ absl::Status stays(const Held<T>& from, Held<T>* to,
 }  // namespace smd::tf_ops
 
 // Registers `Held<T>` for graphs with devices. Use it inside of `smd::tf_ops`.
-#define SMD_HELD_STAYS(T)                                                         \
-  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
-      Held<T>, tensorflow::VariantDeviceCopyDirection::HOST_TO_DEVICE, stays<T>); \
-  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
-      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_HOST, stays<T>); \
-  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                           \
-      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_DEVICE, stays<T>)
+#define SMD_REGISTER_HELD(T)                                                             \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                                  \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::HOST_TO_DEVICE, keep_on_host<T>); \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                                  \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_HOST, keep_on_host<T>); \
+  INTERNAL_REGISTER_UNARY_VARIANT_DEVICE_COPY_FUNCTION(                                  \
+      Held<T>, tensorflow::VariantDeviceCopyDirection::DEVICE_TO_DEVICE, keep_on_host<T>)

@@ -72,7 +72,7 @@ class Delivery {
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
 using Message = Held<Delivery>;
-SMD_HELD_STAYS(Delivery);
+SMD_REGISTER_HELD(Delivery);
 
 class DeliveryCompletion final : public Completion {
  public:
@@ -146,7 +146,7 @@ class SentKernel final : public AsyncOpKernel {
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const auto wait = std::make_shared<Wait>(context, std::move(done));
+    const auto wait = std::make_shared<PendingMessages>(context, std::move(done));
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* message = context->input(i).scalar<tensorflow::Variant>()().get<Message>();
       if (message == nullptr) {
@@ -160,13 +160,13 @@ class SentKernel final : public AsyncOpKernel {
 
  private:
   // Completes the kernel in its destructor, after the last message has ended.
-  class Wait {
+  class PendingMessages {
    public:
-    Wait(OpKernelContext* context, DoneCallback done) : context_(context), done_(std::move(done)) {}
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
+    PendingMessages(OpKernelContext* context, DoneCallback done) : context_(context), done_(std::move(done)) {}
+    PendingMessages(const PendingMessages&) = delete;
+    PendingMessages& operator=(const PendingMessages&) = delete;
 
-    ~Wait() {
+    ~PendingMessages() {
       if (!status_.ok()) context_->CtxFailure(status_);
       finish(context_, std::move(done_));
     }

@@ -50,7 +50,7 @@ class StepRun {
 // Namespaces that TensorFlow's macros refer to.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
-SMD_HELD_STAYS(StepRun);
+SMD_REGISTER_HELD(StepRun);
 
 class BeginStepKernel final : public OpKernel {
  public:

@@ -222,8 +222,8 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   TORCH_CHECK(pending_calls_ > 0 || done_, "`", title_,
-              "` is waited for before the end of the coalesced operations it is part of",
-              " (an error inside of `_coalescing_manager`?)");
+              "`: `wait` was called before the coalesced operations that contain it were ended",
+              " (was an error raised inside of `_coalescing_manager`?)");
   while (!cv_.wait_for(lock, kSignalsEvery, [this] { return completed_; })) {
     // Without the mutex, because looking for signals may take Python's lock.
     lock.unlock();

@@ -138,7 +138,7 @@ void Reducer::begin() {
 
 void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
   const std::lock_guard lock(mutex_);
-  if (has_rounds_) return on_part(index, incoming);
+  if (has_rounds_) return on_accumulated(index, incoming);
   if (mode_ == Mode::Outside) enter(sync_);
   if (mode_ == Mode::Entered) {
     begin();
@@ -159,7 +159,7 @@ void Reducer::on_gradient(std::size_t index, const variable_list& incoming) {
     } else {
       // A custom function may return no gradient, which means zero.
       TORCH_CHECK(!incoming[0].defined(), "the gradient of `", parameter.name,
-                  "` was taken away before it was reduced, by a hook of the parameter that sets `.grad` to None");
+                  "` was removed before it was reduced, by a hook of the parameter that sets `.grad` to None");
       place_zeros(index);
     }
     reduce_on_device();
@@ -172,7 +172,9 @@ void Reducer::finish() {
   if (mode_ == Mode::Entered && accumulates_ && has_hooks_) {
     // This rank's loss depends on no parameter, but another rank's may. Then the others receive zeros or an error. If
     // all parameters are frozen, as a discriminator's are while its generator trains, they are frozen on all ranks.
-    const auto requires_gradient = [](const Watched& watched) { return watched.parameter.tensor.requires_grad(); };
+    const auto requires_gradient = [](const WatchedParameter& watched) {
+      return watched.parameter.tensor.requires_grad();
+    };
     if (std::any_of(watched_.begin(), watched_.end(), requires_gradient)) begin();
   }
   // `torch.autograd.grad` accumulates nothing, and in the other modes nothing is reduced.

@@ -35,7 +35,7 @@ void Reducer::run_comm_hooks() {
       (*core_)->reduced_by_caller();
       continue;
     }
-    Hooked hooked;
+    HookedBucket hooked;
     const auto elems = static_cast<int64_t>(plan.elems);
     const auto& options = watched_[plan.params[0]].options;
     bool in_place = true;

@@ -14,7 +14,7 @@
 
 namespace smd::torch_ext {
 
-void Reducer::check(const Watched& watched, const at::Tensor& gradient) {
+void Reducer::check(const WatchedParameter& watched, const at::Tensor& gradient) {
   const auto& [parameter, accumulator, hook, options, sizes, strides] = watched;
   TORCH_CHECK_TYPE(gradient.layout() == at::kStrided, "the gradient of `", parameter.name, "` has layout ",
                    gradient.layout(),

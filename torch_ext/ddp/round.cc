@@ -17,7 +17,7 @@ namespace smd::torch_ext {
 
 void Reducer::open() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(has_rounds_, "this reducer's reductions begin and end with backwards");
+  TORCH_CHECK(has_rounds_, "this reducer has no rounds: its reductions begin and end with a backward");
   checked([&] { (*core_)->begin(true); });
   start_round();
 }
@@ -25,7 +25,7 @@ void Reducer::open() {
 c10::intrusive_ptr<Ballot> Reducer::open_by_vote(int64_t process_set, const std::string& name,
                                                  const std::string& what) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(has_rounds_, "this reducer's reductions begin and end with backwards");
+  TORCH_CHECK(has_rounds_, "this reducer has no rounds: its reductions begin and end with a backward");
   auto ballot = checked([&] { return (*core_)->begin_by_vote(process_set_group(process_set), name, what); });
   start_round();
   return c10::make_intrusive<Ballot>(std::move(ballot));
@@ -62,12 +62,12 @@ void Reducer::place_in_backward() {
   place_on_this_thread(core_);
 }
 
-void Reducer::on_part(std::size_t index, const torch::autograd::variable_list& incoming) {
+void Reducer::on_accumulated(std::size_t index, const torch::autograd::variable_list& incoming) {
   place_in_backward();
   // Without a gradient, autograd accumulates nothing and calls no hook of the script.
   if (!incoming[0].defined() || expected_[index] == 0 || --expected_[index] > 0) return;
   // A gradient that a hook has set to none takes no part.
-  if (watched_[index].parameter.tensor.grad().defined()) place_part({index}, incoming[0]);
+  if (watched_[index].parameter.tensor.grad().defined()) place_gradients({index}, incoming[0]);
 }
 
 void Reducer::ready(const std::vector<int64_t>& indices) {
@@ -78,10 +78,10 @@ void Reducer::ready(const std::vector<int64_t>& indices) {
     const auto& parameter = watched_.at(static_cast<std::size_t>(index)).parameter;
     TORCH_CHECK(parameter.tensor.grad().defined(), "`", parameter.name, "` has no gradient that could be reduced");
   }
-  place_part({indices.begin(), indices.end()}, at::Tensor());
+  place_gradients({indices.begin(), indices.end()}, at::Tensor());
 }
 
-void Reducer::place_part(const std::vector<std::size_t>& indices, const at::Tensor& incoming) {
+void Reducer::place_gradients(const std::vector<std::size_t>& indices, const at::Tensor& incoming) {
   try {
     {
       const at::NoGradGuard no_grad;
@@ -96,7 +96,7 @@ void Reducer::place_part(const std::vector<std::size_t>& indices, const at::Tens
     run_comm_hooks();
   } catch (...) {
     failure_ = std::current_exception();
-    // The other ranks' round ends, too.
+    // Ends the round on the other ranks, too.
     leave(false);
   }
 }

@@ -44,9 +44,9 @@ bool has_kernel(const at::Tensor& total, const at::Tensor& addend) {
 }
 
 // Runs before the backward of a cast. If the hook has added the gradient itself, the cast gets none.
-class Sum final : public torch::autograd::FunctionPreHook {
+class AccumulationHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit Sum(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+  explicit AccumulationHook(at::Tensor parameter) : parameter_(std::move(parameter)) {}
 
   variable_list operator()(const variable_list& gradients) override {
     const auto& gradient = gradients.at(0);
@@ -88,7 +88,7 @@ void add_up_casts(const std::vector<at::Tensor>& roots) {
     auto* node = stack.back();
     stack.pop_back();
     if (auto parameter = cast_parameter(*node); parameter.defined()) {
-      node->add_pre_hook(std::make_unique<Sum>(std::move(parameter)));
+      node->add_pre_hook(std::make_unique<AccumulationHook>(std::move(parameter)));
       continue;
     }
     for (const auto& edge : node->next_edges()) visit(edge.function.get());
@@ -107,7 +107,9 @@ void add_to(const at::Tensor& total, const at::Tensor& addend) {
   }
 }
 
-bool adds_up(const torch::autograd::FunctionPreHook& hook) { return dynamic_cast<const Sum*>(&hook) != nullptr; }
+bool adds_up(const torch::autograd::FunctionPreHook& hook) {
+  return dynamic_cast<const AccumulationHook*>(&hook) != nullptr;
+}
 
 TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("add_up_casts(Tensor[] roots) -> ()"); }
 

@@ -32,13 +32,13 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 namespace nodes = torch::autograd::generated;
 
-// The products that hooks have noted and `run` computes. Lives as long as the hooks or the owner.
+// The products that hooks have queued and `run` computes. Lives as long as the hooks or the owner.
 struct WeightGradients::Pending {
   bool later = false;
   // Hooks run on autograd's threads.
   std::mutex mutex;
   std::vector<std::function<void()>> products;
-  // The storages of gradients that the noted products need.
+  // The storages of gradients that the queued products need.
   std::unordered_set<const c10::StorageImpl*> held;
 };
 
@@ -85,11 +85,11 @@ void add_product(const at::Tensor& weight, const at::Tensor& left, const at::Ten
 
 // A saved tensor that is kept until its product is computed. Autograd's version check does not cover that time, so this
 // class does it.
-class Unpacked {
+class VersionCheckedTensor {
  public:
   // Unpacks `saved`, which the autograd node will unpack again. Saved-tensor hooks of the script may allow that only
   // once.
-  explicit Unpacked(SavedVariable& saved) {
+  explicit VersionCheckedTensor(SavedVariable& saved) {
     auto tensor = saved.unpack();
     if (saved.has_hooks()) saved = SavedVariable(tensor, false);
     tensor_ = tensor.detach();
@@ -156,7 +156,7 @@ std::optional<Layer> matrix_layer(Node* node, std::size_t edge, SavedVariable& i
   const auto [accumulator, transposed] = weight_at(node->next_edge(edge));
   if (accumulator == nullptr || !is_plain(accumulator->variable)) return std::nullopt;
   auto product = [weight = accumulator->variable, transposed = transposed, &input](const at::Tensor& gradient) {
-    return [weight, transposed, gradient, rows = Unpacked(input)] {
+    return [weight, transposed, gradient, rows = VersionCheckedTensor(input)] {
       if (transposed) {
         add_product(weight, gradient.t(), rows.get(weight));
       } else {
@@ -171,8 +171,8 @@ std::optional<Layer> convolution(nodes::ConvolutionBackward0* node) {
   const auto [accumulator, transposed] = weight_at(node->next_edge(1));
   if (accumulator == nullptr || transposed || !is_plain(accumulator->variable)) return std::nullopt;
   auto product = [node, weight = accumulator->variable](const at::Tensor& gradient) {
-    return [weight, gradient, input = Unpacked(node->input_), narrow = Unpacked(node->weight_), stride = node->stride,
-            padding = node->padding, dilation = node->dilation, transposed = node->transposed,
+    return [weight, gradient, input = VersionCheckedTensor(node->input_), narrow = VersionCheckedTensor(node->weight_),
+            stride = node->stride, padding = node->padding, dilation = node->dilation, transposed = node->transposed,
             output_padding = node->output_padding, groups = node->groups] {
       const auto found =
           at::convolution_backward_symint(gradient, input.get(weight), narrow.get(weight), c10::nullopt, stride,
@@ -196,11 +196,11 @@ std::optional<Layer> layer_of(Node* node) {
   return std::nullopt;
 }
 
-// Runs before a layer's node and notes the product.
-class Note final : public FunctionPreHook {
+// A pre-hook of a layer's autograd node: queues the product that computes the weight gradient, or computes it at once.
+class ProductHook final : public FunctionPreHook {
  public:
-  Note(std::shared_ptr<WeightGradients::Pending> pending,
-       std::function<std::function<void()>(const at::Tensor&)> product)
+  ProductHook(std::shared_ptr<WeightGradients::Pending> pending,
+              std::function<std::function<void()>(const at::Tensor&)> product)
       : pending_(std::move(pending)), product_(std::move(product)) {}
 
   variable_list operator()(const variable_list& gradients) override {
@@ -327,7 +327,7 @@ WeightGradients::WeightGradients(const std::vector<at::Tensor>& roots, const std
   Search search;
   if (!search.look(roots, inputs)) return;
   for (auto& layer : search.layers()) {
-    layer.node->add_pre_hook(std::make_unique<Note>(pending_, std::move(layer.product)));
+    layer.node->add_pre_hook(std::make_unique<ProductHook>(pending_, std::move(layer.product)));
     ++size_;
   }
   leaves_ = std::move(search.leaves);
@@ -357,7 +357,7 @@ void WeightGradients::end() {
 
 void WeightGradients::run() {
   pending_->held.clear();
-  for (const auto& product : std::exchange(pending_->products, {})) Note::compute(product);
+  for (const auto& product : std::exchange(pending_->products, {})) ProductHook::compute(product);
 }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {

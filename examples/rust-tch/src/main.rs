@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     };
     let outcome = train(&session);
     if let Err(error) = &outcome {
-        // The others stop waiting for this process, and name it.
+        // The other ranks stop waiting, with an error that names this rank.
         session.report_failure(&error.to_string());
     }
     session::finish();
@@ -48,7 +48,7 @@ fn train(session: &Session) -> Result<()> {
     let mine = Tensor::arange_start_step(rank as i64, POINTS, size as i64, (Kind::Int64, Device::Cpu));
     let (my_points, my_labels) = (points.index_select(0, &mine), labels.index_select(0, &mine));
 
-    // Each process draws its own; all begin with those of rank 0.
+    // Each process draws its own parameters; `Parallel::new` broadcasts those of rank 0.
     tch::manual_seed(rank as i64);
     let variables = nn::VarStore::new(Device::Cpu);
     let model = network(&variables.root());

@@ -1,4 +1,4 @@
-//! What makes a `tch` program data-parallel.
+//! Data parallelism for a `tch` program: broadcast of the parameters, and reduction of the gradients.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub struct Parallel {
 impl Parallel {
     /// Gives all ranks the parameters of rank 0, and plans the reduction of their gradients.
     pub fn new(session: &Session, variables: &VarStore) -> Result<Self> {
-        // A store has no order, and all ranks need the same one.
+        // A `VarStore` has no order, and all ranks need the same order.
         let mut named: Vec<(String, Tensor)> =
             variables.variables().into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
@@ -36,19 +36,19 @@ impl Parallel {
         for parameter in &parameters {
             world.run(&Request::Broadcast { data: view(parameter)?, root: 0 })?;
         }
-        // Nothing else may use the reducer's communicator during a backward.
+        // The reducer gets its own communicator, because no other operation may use it during a backward.
         let ranks: Vec<usize> = (0..session.size()).collect();
         let reducer = Reducer::new(session.new_group(&ranks)?, specs, ReducerOptions::default())?;
         Ok(Self { world, reducer, names, parameters })
     }
 
-    /// After a backward: the gradient of each parameter becomes the average over all ranks. Buckets travel while later ones
-    /// are filled.
+    /// Averages the gradient of each parameter over all ranks, after a backward. A bucket is reduced while later ones are
+    /// filled.
     pub fn average_gradients(&self) -> Result<()> {
         self.reducer.begin(true)?;
         let marked = self.mark_all();
         if let Err(error) = &marked {
-            // The other ranks' step ends with this text.
+            // The step of the other ranks fails with this text.
             self.reducer.abandon(&error.to_string(), false);
         }
         marked?;
@@ -57,14 +57,14 @@ impl Parallel {
     }
 
     fn mark_all(&self) -> Result<()> {
-        // Backward made them in this order, about, and the plan counts on it.
+        // Backward computes gradients in roughly this order, which the bucket plan expects.
         for (index, parameter) in self.parameters.iter().enumerate().rev() {
             let gradient = parameter.grad();
             if !gradient.defined() {
                 return Err(format!("`{}` got no gradient", self.names[index]).into());
             }
             view(&gradient)?;
-            // SAFETY: the gradient belongs to its parameter, which lives as long as `self`, and nobody touches it before
+            // SAFETY: the gradient belongs to its parameter, which lives as long as `self`, and no other code accesses it before
             // `finish` or `abandon` has returned. It is contiguous, as `view` has checked.
             unsafe { self.reducer.mark_ready(index, gradient.data_ptr().cast(), true)? };
         }

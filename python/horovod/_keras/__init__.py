@@ -55,7 +55,7 @@ class _Methods(views.Methods):
     _smd_options: _Options
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _distributed, (views.given(self), self._smd_options)
+        return _distributed, (views.original_optimizer(self), self._smd_options)
 
     def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks that reduce gradients with this one."""

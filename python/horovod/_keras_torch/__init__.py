@@ -93,7 +93,7 @@ class _Methods(keras3.Reducing):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy or unpickle the given optimizer, and make it distributed again."""
-        return _distributed, (views.given(self), self._smd_options)
+        return _distributed, (views.original_optimizer(self), self._smd_options)
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable unreduced."""

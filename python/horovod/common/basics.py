@@ -333,7 +333,7 @@ class HorovodBasics:
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")
         try:
-            _core.start_names_timeline(os.fspath(file_path), mark_cycles)
+            _core.start_horovod_timeline(os.fspath(file_path), mark_cycles)
         except RuntimeError as error:
             raise of_control(error) from None
 
@@ -345,7 +345,7 @@ class HorovodBasics:
         """
         if not self.is_initialized():
             raise ValueError("Horovod has not been initialized; use hvd.init().")
-        _core.stop_names_timeline()
+        _core.stop_horovod_timeline()
 
     @_control
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:

@@ -144,7 +144,7 @@ class State:
             timestamp, kind = self._host_messages.get()
             latest, kinds = max(latest, timestamp), kinds | kind
         if _core.is_initialized():
-            before, latest, kinds = _known_anywhere(before, latest, kinds)
+            before, latest, kinds = _combine_host_updates(before, latest, kinds)
         self._last_updated_timestamp = latest
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(kinds == _REMOVED)
@@ -172,13 +172,15 @@ class State:
         """Adapt to the new ranks after a reset; does nothing by default."""
 
 
-def _known_anywhere(before: float, latest: float, kinds: int) -> tuple[float, float, int]:
+def _combine_host_updates(handled_before: float, latest: float, kinds: int) -> tuple[float, float, int]:
     """Combine the notices of all ranks, which receive them at different times."""
     try:
-        acted, heard, kinds = _core.hosts_known_anywhere(round(before * 1e6), round(latest * 1e6), kinds)
+        handled, latest_known, kinds = _core.combine_host_updates(
+            round(handled_before * 1e6), round(latest * 1e6), kinds
+        )
     except RuntimeError as error:
         raise at_execution(error) from None
-    return acted / 1e6, heard / 1e6, kinds
+    return handled / 1e6, latest_known / 1e6, kinds
 
 
 class ObjectState(State):

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     if error.name == "keras":
         missing = "Keras, which is not installed: `pip install keras`"
     else:
-        missing = f"what Keras runs on: `pip install {error.name}`, or set KERAS_BACKEND to what is installed"
+        missing = f"the backend of Keras: `pip install {error.name}`, or set KERAS_BACKEND to an installed one"
     raise ImportError(f"`horovod.keras` needs {missing}", name=error.name) from error
 
 #: ``tensorflow`` or ``torch``.

@@ -66,12 +66,12 @@ def _graph_broadcast(session: Any) -> Callable[..., Any]:
     """Return `broadcast_object` for a graph of TensorFlow 1, whose operations are created once for each root."""
 
     @functools.cache
-    def made(root_rank: int) -> Callable[[Any], Any]:
+    def broadcast_from(root_rank: int) -> Callable[[Any], Any]:
         return broadcast_object_fn(root_rank, session, f"broadcast_object_fn.{root_rank}")
 
     # Created now, because a session may finalize the graph.
-    made(0)
-    return lambda obj, root_rank=0: made(root_rank)(obj)
+    broadcast_from(0)
+    return lambda obj, root_rank=0: broadcast_from(root_rank)(obj)
 
 
 class TensorFlowState(ObjectState):

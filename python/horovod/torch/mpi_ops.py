@@ -121,7 +121,7 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    # If a script never calls `set_device`, the current device is 0, on whatever device it works.
+    # The current device is 0 in a script that never calls `set_device`, even if its tensors are on another device.
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     pending = _submit(torch.ops.smd.named_join.default, device, current, finish=lambda _: None)
     pending.wait()

@@ -31,8 +31,8 @@ def report(
     checksum = 0
     for value in values:
         checksum = zlib.crc32(value, checksum)
-    what = f"{zlib.crc32(repr(list(described)).encode()):08x}"
-    _core.tell_replica(what, checksum, list(ranks), remedy, is_final)
+    variables = f"{zlib.crc32(repr(list(described)).encode()):08x}"
+    _core.report_replica_checksum(variables, checksum, list(ranks), remedy, is_final)
 
 
 def note_broadcast() -> None:

@@ -159,7 +159,7 @@ def _tensor_with_attributes(function: Callable[..., Any], cls: type, arguments: 
         getattr(function, "__name__", "") in _NAMES["torch._utils"] and function.__module__ == "torch._utils"
     )
     if not is_rebuilding or cls not in (torch.Tensor, torch.nn.Parameter):
-        raise pickle.UnpicklingError(f"a tensor of class {cls!r} made by {function!r} is not unpickled")
+        raise pickle.UnpicklingError(f"refused to unpickle a tensor of class {cls!r} that {function!r} rebuilds")
     return torch._tensor._rebuild_from_type_v2(function, cls, arguments, state)
 
 

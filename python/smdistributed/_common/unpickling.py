@@ -220,7 +220,7 @@ class _Careful(_PythonUnpickler):
             raise self._refusal(full, "no such class has been imported here")
         if safe_names.is_known_object(module, found) or any(found is safe for safe in _safe_for_torch()):
             return found, _Trust.CALL
-        why = _objection(found, module, name)
+        why = _reason_to_refuse(found, module, name)
         if why is not None:
             raise self._refusal(full, why)
         return found, _Trust.DATA
@@ -341,7 +341,7 @@ def _imported(module: str, name: str) -> Any:
     return None if isinstance(found, types.ModuleType) else found
 
 
-def _objection(found: Any, module: str, name: str) -> str | None:
+def _reason_to_refuse(found: Any, module: str, name: str) -> str | None:
     """Return why objects of a class cannot be restored as data; ``None`` if they can."""
     if not isinstance(found, type):
         return "it is not a class"

@@ -32,7 +32,7 @@ def view(optimizer: Any, methods: type, options: Any, module: str | None = None)
     return _sharing(optimizer, metaclass(cls.__name__, (methods, cls), members))
 
 
-def given(optimizer: Any) -> Any:
+def original_optimizer(optimizer: Any) -> Any:
     """Return the original optimizer of a distributed one.
 
     Args:

@@ -146,4 +146,4 @@ class Saver:
         try:
             self._saver.discard()
         except errors.SmdistributedError as error:
-            _log.warning("what a failed save has left in `%s` is still there: %s", self._directory, error)
+            _log.warning("cannot remove the files that a failed save has left in `%s`: %s", self._directory, error)

@@ -47,7 +47,7 @@ impl StoredDType {
         self.bytes
     }
 
-    /// Its name in safetensors.
+    /// Name in safetensors.
     pub fn name(self) -> &'static str {
         self.name
     }
@@ -95,7 +95,7 @@ impl CheckpointKind {
         [Self::Sharded, Self::Partial, Self::Full, Self::Tensorflow].into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Its name.
+    /// Name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sharded => "sharded",

@@ -75,12 +75,12 @@ impl Checkpoint {
         Ok(Self { folder: folder.to_owned(), tag, manifest })
     }
 
-    /// Its name.
+    /// Name.
     pub fn tag(&self) -> &str {
         &self.tag
     }
 
-    /// Its manifest.
+    /// Manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -151,12 +151,12 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Its kind.
+    /// Kind.
     pub fn kind(&self) -> CheckpointKind {
         self.manifest.kind
     }
 
-    /// Its folder.
+    /// Folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }

@@ -9,7 +9,7 @@ const MIN_SPLIT_BYTES: u64 = 1 << 20;
 /// The size of a tensor that a rank holds.
 #[derive(Clone, Copy, Debug)]
 pub struct HeldTensor {
-    /// Its length along the first axis; `None` for a scalar.
+    /// Length along the first axis; `None` for a scalar.
     pub rows: Option<u64>,
     /// Size in bytes of the whole tensor.
     pub bytes: u64,

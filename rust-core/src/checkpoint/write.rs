@@ -27,7 +27,7 @@ pub struct SourceSlice {
     pub shape: Vec<u64>,
     /// The slice that is in this memory.
     pub slice: Slice,
-    /// Its address.
+    /// Address.
     pub address: *const u8,
     /// Whether the job's owner keeps the memory unchanged until the checkpoint is complete, so that it need not be
     /// copied.
@@ -66,7 +66,7 @@ impl SourceSlice {
 /// The data that one rank saves.
 #[derive(Default)]
 pub struct RankSave {
-    /// Its tensors.
+    /// Tensors.
     pub sources: Vec<SourceSlice>,
     /// Keeps the memory of held sources alive; dropped when the save has completed or failed.
     pub owner: Option<Box<dyn Send>>,

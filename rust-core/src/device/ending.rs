@@ -16,6 +16,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 static GATE: Gate = Gate { ending: AtomicBool::new(false), calls: AtomicUsize::new(0) };
 
+/// Counts the running calls, and refuses new ones once the process ends.
 struct Gate {
     ending: AtomicBool,
     calls: AtomicUsize,

@@ -15,7 +15,7 @@ pub struct PackedPiece {
     pub tensor: u64,
     /// Where it starts in the flat buffer, in elements.
     pub offset: usize,
-    /// Its length in elements.
+    /// Length in elements.
     pub elems: usize,
 }
 

@@ -43,7 +43,7 @@ impl OrphanReaper {
         self.tell(-group);
     }
 
-    /// Its process id.
+    /// Process id.
     pub fn pid(&self) -> i32 {
         self.pid
     }

@@ -86,7 +86,7 @@ impl Ssh {
 fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec<u8> {
     let mut script = COUNTS.as_bytes().to_vec();
     let mut unnameable = Vec::new();
-    for (name, value) in variables.iter().filter(|(name, _)| !stays(&name.to_string_lossy())) {
+    for (name, value) in variables.iter().filter(|(name, _)| !is_local(&name.to_string_lossy())) {
         let Some(text) = name.to_str().filter(|text| is_name(text)) else {
             let pair = [name.as_os_str(), value.as_os_str()].join(OsStr::new("="));
             unnameable.push(b' ');
@@ -124,7 +124,8 @@ fn script(command: &[OsString], variables: &BTreeMap<OsString, OsString>) -> Vec
     script
 }
 
-fn stays(name: &str) -> bool {
+/// Whether a variable belongs to the launcher's host and is not sent to another one.
+fn is_local(name: &str) -> bool {
     name.is_empty()
         || name.starts_with("BASH_FUNC_")
         || name.ends_with("CUDA_VISIBLE_DEVICES")
@@ -209,7 +210,7 @@ mod tests {
         let names = ["UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"];
         let output = run(&["echo", "runs"], &names.map(|name| (name, "0")));
         assert_eq!(output.stdout, b"runs\n");
-        assert!(names.into_iter().all(stays));
+        assert!(names.into_iter().all(is_local));
     }
 
     #[test]

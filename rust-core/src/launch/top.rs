@@ -71,13 +71,13 @@ pub(super) fn run(args: &TopArgs) -> Result<String> {
 fn find(pid: Option<u64>) -> Vec<RankCounters> {
     let mut all = ranks::all();
     if let Some(pid) = pid {
-        all.retain(|rank| rank.read().is_some_and(|snapshot| descends(snapshot.pid, pid)));
+        all.retain(|rank| rank.read().is_some_and(|snapshot| is_descendant(snapshot.pid, pid)));
     }
     all
 }
 
 /// Whether `process` is `ancestor`, or descends from it.
-fn descends(mut process: u64, ancestor: u64) -> bool {
+fn is_descendant(mut process: u64, ancestor: u64) -> bool {
     while process > 1 && process != ancestor {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
         // The name, in parentheses, may contain anything; state and parent follow it.
@@ -137,8 +137,8 @@ mod tests {
     #[test]
     fn a_process_descends_from_its_parent() {
         let (me, parent) = (u64::from(std::process::id()), u64::from(std::os::unix::process::parent_id()));
-        assert!(descends(me, me) && descends(me, parent));
-        assert!(!descends(parent, me));
+        assert!(is_descendant(me, me) && is_descendant(me, parent));
+        assert!(!is_descendant(parent, me));
     }
 
     #[test]

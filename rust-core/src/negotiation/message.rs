@@ -15,7 +15,7 @@ pub(super) struct Up {
     pub(super) num_received: u64,
     /// Cache positions for which all ranks of the subtree are ready.
     pub(super) ready: BitSet,
-    /// Those of `ready` for which some rank was not needed, because it has joined.
+    /// The positions of `ready` for which a rank of the subtree was not needed, because it has joined.
     pub(super) with_neutral: BitSet,
     /// The same for names that are not in the cache, or have another description there.
     pub(super) named: Vec<Announcement>,
@@ -85,7 +85,7 @@ pub(super) struct Down {
     pub(super) limits: Option<NegotiationLimits>,
     /// Cache positions that all ranks are ready for.
     pub(super) ready: BitSet,
-    /// Those of `ready` to which joined ranks contribute neutral elements.
+    /// The positions of `ready` to which joined ranks contribute neutral elements.
     pub(super) with_neutral: BitSet,
     pub(super) named: Vec<Response>,
     /// All ranks have joined, this one last.

@@ -41,11 +41,11 @@ const MAX_LISTED_RANKS: usize = 64;
 /// The activity of a member besides negotiating.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Waits {
-    /// Its process has used no CPU time for a while.
+    /// Whether the member's process has used no CPU time for a while.
     pub(super) idle: bool,
-    /// It has been in a collective without a name for a while.
+    /// Whether the member has been in a collective without a name for a while.
     pub(super) elsewhere: bool,
-    /// Its waits that are not for a name ([`super::OtherWaits`]).
+    /// Waits that are not for a name ([`super::OtherWaits`]).
     pub(super) steps: Vec<String>,
 }
 
@@ -221,7 +221,7 @@ impl Stall {
     }
 
     /// The root's decision: which warnings to log, and which waits to end.
-    pub(super) fn judge(
+    pub(super) fn decide(
         &mut self,
         report: Report,
         size: usize,

@@ -284,7 +284,7 @@ impl Work {
         let (requests, inline) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
-                after.tell(Err(error.clone()));
+                after.complete_with(Err(error.clone()));
                 if on_device {
                     // The kernels of the other members would wait for this member.
                     self.communicator.end_devices(error.clone());
@@ -476,10 +476,10 @@ impl OperationEnd {
         if result.is_ok() {
             self.factors.iter().for_each(|(view, factor)| scale(view, *factor));
         }
-        self.tell(result);
+        self.complete_with(result);
     }
 
-    fn tell(&mut self, result: Result<Option<usize>>) {
+    fn complete_with(&mut self, result: Result<Option<usize>>) {
         self.traces.take().iter().for_each(|traces| traces.end());
         for done in std::mem::take(&mut self.calls) {
             done(result.clone());
@@ -490,7 +490,7 @@ impl OperationEnd {
 impl Drop for OperationEnd {
     fn drop(&mut self) {
         if !self.calls.is_empty() {
-            self.tell(Err(Error::Internal("an operation by name was dropped".into())));
+            self.complete_with(Err(Error::Internal("an operation by name was dropped".into())));
         }
     }
 }

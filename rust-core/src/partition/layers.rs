@@ -97,7 +97,7 @@ impl ModuleCosts {
 
     fn count(&mut self, operations: &Operations) {
         let mut owners: Vec<Option<usize>> = vec![None; operations.all().len()];
-        for (number, operation) in operations.all().iter().enumerate().filter(|(_, operation)| operation.inside) {
+        for (number, operation) in operations.all().iter().enumerate().filter(|(_, operation)| operation.in_model) {
             let layer = operation.layer.and_then(|(layer, _)| self.modules[layer]);
             let producers = operation.inputs.iter().filter_map(|taken| owners[taken.operation]);
             let newest =
@@ -115,7 +115,7 @@ impl ModuleCosts {
             for (index, result) in operation.outputs.iter().enumerate() {
                 let output = Output { operation: number, index };
                 let mut consumers = operations.consumers(number).iter().map(|&consumer| &operations.all()[consumer]);
-                if consumers.any(|consumer| !consumer.inside && consumer.inputs.contains(&output)) {
+                if consumers.any(|consumer| !consumer.in_model && consumer.inputs.contains(&output)) {
                     self.kept[module] += result.bytes;
                 }
             }

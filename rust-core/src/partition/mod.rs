@@ -65,7 +65,7 @@ pub struct Partition {
 pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> Result<Partition> {
     if partitions == 0 || objective.kept.len() != partitions {
         return Err(Error::InvalidArgument(format!(
-            "an objective for {} partitions does not tell how to find {partitions}",
+            "the objective is for {} partitions: expected {partitions}",
             objective.kept.len()
         )));
     }
@@ -100,7 +100,7 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
 /// rank.
 ///
 /// # Errors
-/// Those of [`partition`].
+/// Any error of [`partition`].
 pub fn partition_by_time_if_it_fits(
     tree: &CostTree,
     partitions: usize,

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 /// A module with its own costs, without those of the modules below it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModuleCost {
-    /// Its dotted path; empty for the root.
+    /// Dotted path; empty for the root.
     pub path: String,
     /// The index of the module above it, which is smaller than its own. The first module is the root.
     pub parent: Option<usize>,
@@ -36,7 +36,7 @@ pub struct Value {
     pub from: usize,
     /// The modules that use it.
     pub to: Vec<usize>,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 

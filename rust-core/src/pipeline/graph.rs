@@ -30,7 +30,7 @@ impl Costs {
 pub struct Edge {
     /// The stage that computes it.
     pub from: usize,
-    /// Its size for one microbatch.
+    /// Size for one microbatch.
     pub bytes: u64,
 }
 

@@ -16,7 +16,7 @@ pub struct TaskSpan {
     pub action: Action,
     /// Start, in the unit of the graph's costs.
     pub start: u64,
-    /// End.
+    /// End, in the same unit.
     pub end: u64,
 }
 
@@ -244,8 +244,10 @@ impl<'a> SimulatedRanks<'a> {
                 }
                 Ok(Some(self.clocks[rank]))
             }
-            ActionKind::SendForward if self.forwards[index] == NEVER => early("the forward that makes the value"),
-            ActionKind::SendBackward if self.backwards[index] == NEVER => early("the backward that makes the gradient"),
+            ActionKind::SendForward if self.forwards[index] == NEVER => early("the forward that computes the value"),
+            ActionKind::SendBackward if self.backwards[index] == NEVER => {
+                early("the backward that computes the gradient")
+            }
             ActionKind::SendForward | ActionKind::SendBackward => Ok(Some(self.clocks[rank])),
             ActionKind::RecvForward | ActionKind::RecvBackward => {
                 let sender = self.graph.stage(action.peer.expect("a receive has a peer") as usize).rank;
@@ -280,13 +282,13 @@ impl<'a> SimulatedRanks<'a> {
             let end = ends[self.index(source, microbatch)];
             if end == NEVER {
                 // No other rank can produce what this rank itself has yet to compute.
-                return if local { self.stuck(&[rank]) } else { Ok(None) };
+                return if local { self.deadlock(&[rank]) } else { Ok(None) };
             }
             at = at.max(end + self.graph.transfer(source, stage, bytes));
         }
         match received {
             Some(received) if received < messages => Err(Error::InvalidArgument(format!(
-                "rank {rank} has `{}` before all that it needs is received",
+                "rank {rank} has `{}` before its inputs are received",
                 self.program.rank(rank)[self.places[rank]]
             ))),
             _ => Ok(Some(at)),
@@ -383,7 +385,7 @@ impl<'a> SimulatedRanks<'a> {
     }
 
     /// Reports a deadlock.
-    fn stuck<T>(&self, ranks: &[usize]) -> Result<T> {
+    fn deadlock<T>(&self, ranks: &[usize]) -> Result<T> {
         let waits: Vec<String> = ranks
             .iter()
             .map(|&rank| format!("rank {rank} at `{}`", self.program.rank(rank)[self.places[rank]]))
@@ -395,7 +397,7 @@ impl<'a> SimulatedRanks<'a> {
         let waiting: Vec<usize> =
             (0..self.graph.ranks()).filter(|&rank| self.places[rank] < self.program.rank(rank).len()).collect();
         if !waiting.is_empty() {
-            return self.stuck(&waiting[..waiting.len().min(8)]);
+            return self.deadlock(&waiting[..waiting.len().min(8)]);
         }
         if let Some(((_, rank), queue)) =
             self.channels.iter().filter(|(_, queue)| !queue.is_empty()).min_by_key(|(key, _)| **key)

@@ -6,15 +6,15 @@
 //!    costs)                            returned values)
 //! ```
 //!
-//! - LAY-1: a stage holds the tasks of one rank that have the same level, which is the number of changes of rank
+//! - STAGE-1: a stage holds the tasks of one rank that have the same level, which is the number of changes of rank
 //!   before them. So every edge leads to a later stage, and stages can be ordered.
-//! - LAY-2: a stage whose values only one other stage of its rank uses is merged into that stage, because it need not
+//! - STAGE-2: a stage whose values only one other stage of its rank uses is merged into that stage, because it need not
 //!   run earlier.
-//! - LAY-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
+//! - STAGE-4: a value gets a gradient only if a backward root depends on it through values that require gradients. So a
 //!   parameter that no loss depends on has no gradient, as in one process.
-//! - LAY-5: a stage comes after the stages with tasks that its tasks must follow on their rank, because they read and
-//!   change the same state. LAY-2 counts them like users of a value.
-//! - LAY-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
+//! - STAGE-5: a stage comes after the stages with tasks that its tasks must follow on their rank, because they read and
+//!   change the same state. STAGE-2 counts them like users of a value.
+//! - STAGE-3: the stages depend on the tasks and their order only, so every rank computes the same ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -28,7 +28,7 @@ pub struct ProducedTensor {
     /// Size in bytes.
     pub bytes: u64,
     /// Whether it requires a gradient.
-    pub wants_gradient: bool,
+    pub requires_grad: bool,
 }
 
 /// A unit of computation for one microbatch.
@@ -36,15 +36,15 @@ pub struct ProducedTensor {
 pub struct Task {
     /// The rank that runs it.
     pub rank: usize,
-    /// The level (LAY-1).
+    /// The level (STAGE-1).
     pub level: usize,
     /// Numbers of its inputs.
     pub inputs: Vec<usize>,
-    /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (LAY-5).
+    /// Numbers of earlier tasks of its rank after which it must run, though it takes no value of them (STAGE-5).
     pub follows: Vec<usize>,
     /// The values that it computes.
     pub outputs: Vec<ProducedTensor>,
-    /// Its costs.
+    /// Costs.
     pub costs: Costs,
     /// Bytes that it saves for its backward, in addition to its inputs and outputs.
     pub kept_bytes: u64,
@@ -59,7 +59,7 @@ pub struct Section {
     pub rank: usize,
     /// Numbers of the tasks, in order.
     pub tasks: Vec<usize>,
-    /// Inputs from other stages, by producer; none for a stage that must only come before (LAY-5).
+    /// Inputs from other stages, by producer; none for a stage that must only come before (STAGE-5).
     pub inputs: BTreeMap<usize, Vec<usize>>,
     /// Outputs to other stages, by consumer; none for a stage that must only come after.
     pub outputs: BTreeMap<usize, Vec<usize>>,
@@ -67,11 +67,11 @@ pub struct Section {
     /// are only returned to the caller.
     pub exports: Vec<usize>,
     /// Backward roots: values at which a backward begins.
-    pub seeds: Vec<usize>,
+    pub backward_roots: Vec<usize>,
     /// Whether it runs while tasks are still being recorded.
     pub early: bool,
     /// Whether it has a backward.
-    pub trains: bool,
+    pub has_backward: bool,
 }
 
 /// The tasks of one microbatch, grouped into stages, with the values that pass between stages.
@@ -84,7 +84,7 @@ pub struct StageGraph {
     producers: Vec<usize>,
     /// For each value, its producer's task.
     sources: Vec<usize>,
-    /// For each value, whether it gets a gradient (LAY-4).
+    /// For each value, whether it gets a gradient (STAGE-4).
     reached: Vec<bool>,
 }
 
@@ -190,7 +190,7 @@ impl StageGraph {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the task does not exist.
-    pub fn adopt(&mut self, task: usize, outputs: Vec<ProducedTensor>) -> Result<usize> {
+    pub fn set_outputs(&mut self, task: usize, outputs: Vec<ProducedTensor>) -> Result<usize> {
         let stage = self.stages.iter().position(|stage| stage.tasks.binary_search(&task).is_ok());
         let stage = stage.ok_or_else(|| Error::InvalidArgument(format!("there is no task {task}")))?;
         self.values.extend(&outputs);
@@ -205,14 +205,15 @@ impl StageGraph {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if no task computes one of them.
-    pub fn finish(&mut self, seeds: &[usize], returned: &[usize]) -> Result<()> {
-        for &value in seeds {
+    pub fn finish(&mut self, backward_roots: &[usize], returned: &[usize]) -> Result<()> {
+        for &value in backward_roots {
             let stage = self.stage_of(value)?;
-            self.stages[stage].seeds.push(value);
+            self.stages[stage].backward_roots.push(value);
         }
-        self.reached = self.reached_from(seeds);
+        self.reached = self.reached_from(backward_roots);
         for stage in &mut self.stages {
-            let needed: BTreeSet<usize> = stage.outputs.values().flatten().chain(&stage.seeds).copied().collect();
+            let needed: BTreeSet<usize> =
+                stage.outputs.values().flatten().chain(&stage.backward_roots).copied().collect();
             stage.exports = needed.into_iter().collect();
         }
         for &value in BTreeSet::from_iter(returned) {
@@ -225,26 +226,26 @@ impl StageGraph {
         for number in (0..self.stages.len()).rev() {
             let stage = &self.stages[number];
             let reached = stage.outputs.keys().any(|&consumer| !self.gradients(number, consumer).is_empty());
-            self.stages[number].trains = reached || !self.stages[number].seeds.is_empty();
+            self.stages[number].has_backward = reached || !self.stages[number].backward_roots.is_empty();
         }
         Ok(())
     }
 
     /// Values from stage `producer` to stage `consumer` that get gradients.
     pub fn gradients(&self, producer: usize, consumer: usize) -> Vec<usize> {
-        if !self.stages[consumer].trains {
+        if !self.stages[consumer].has_backward {
             return Vec::new();
         }
         let values = self.stages[producer].outputs.get(&consumer).into_iter().flatten();
         values.copied().filter(|&value| self.reached.get(value).copied().unwrap_or(false)).collect()
     }
 
-    /// Marks the values that get gradients, for the backward roots `seeds` (LAY-4).
-    fn reached_from(&self, seeds: &[usize]) -> Vec<bool> {
+    /// Marks the values that get gradients, given the backward roots (STAGE-4).
+    fn reached_from(&self, backward_roots: &[usize]) -> Vec<bool> {
         let mut reached = vec![false; self.values.len()];
-        let mut open: Vec<usize> = seeds.to_vec();
+        let mut open: Vec<usize> = backward_roots.to_vec();
         while let Some(value) = open.pop() {
-            if self.values[value].wants_gradient && !std::mem::replace(&mut reached[value], true) {
+            if self.values[value].requires_grad && !std::mem::replace(&mut reached[value], true) {
                 open.extend(&self.tasks[self.sources[value]].inputs);
             }
         }
@@ -262,14 +263,14 @@ impl StageGraph {
             let inputs: Vec<Edge> =
                 section.inputs.iter().map(|(&from, values)| Edge { from, bytes: size(values) }).collect();
             // In a schedule, a stage after one with a backward has a backward, too, which may be empty.
-            let backward = section.trains || inputs.iter().any(|edge| stages[edge.from].backward);
+            let backward = section.has_backward || inputs.iter().any(|edge| stages[edge.from].backward);
             let mut costs = Costs { forward: 0, input: 0, weight: 0 };
             let mut values: BTreeSet<usize> = BTreeSet::new();
             let (mut activation_bytes, mut waiting_bytes) = (0, 0);
             for &number in &section.tasks {
                 let task = &self.tasks[number];
                 costs.forward += task.costs.forward;
-                if section.trains {
+                if section.has_backward {
                     costs.input += task.costs.input;
                     costs.weight += task.costs.weight;
                     activation_bytes += task.kept_bytes;
@@ -290,12 +291,12 @@ impl StageGraph {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].inputs).copied().collect()
     }
 
-    /// Tasks that a stage's tasks must follow (LAY-5), each once, in order.
+    /// Tasks that a stage's tasks must follow (STAGE-5), each once, in order.
     fn followed(&self, stage: &Section) -> BTreeSet<usize> {
         stage.tasks.iter().flat_map(|&task| &self.tasks[task].follows).copied().collect()
     }
 
-    /// Merges stages (LAY-2) before they are numbered. `made_by` are the producers of the values from `first_value`
+    /// Merges stages (STAGE-2) before they are numbered. `made_by` are the producers of the values from `first_value`
     /// on.
     fn merged(&self, mut sections: Vec<Section>, first_value: usize, produced_by: &[usize]) -> Vec<Section> {
         let mut home = BTreeMap::new();
@@ -350,7 +351,7 @@ mod tests {
 
     /// A task that makes `count` values of 8 bytes, all of which want gradients.
     fn task(rank: usize, level: usize, inputs: &[usize], count: usize) -> Task {
-        let outputs = vec![ProducedTensor { bytes: 8, wants_gradient: true }; count];
+        let outputs = vec![ProducedTensor { bytes: 8, requires_grad: true }; count];
         Task {
             rank,
             level,
@@ -363,10 +364,10 @@ mod tests {
         }
     }
 
-    fn laid_out(tasks: Vec<Task>, seeds: &[usize], returned: &[usize]) -> StageGraph {
+    fn laid_out(tasks: Vec<Task>, backward_roots: &[usize], returned: &[usize]) -> StageGraph {
         let mut layout = StageGraph::new();
         layout.extend(tasks, false).unwrap();
-        layout.finish(seeds, returned).unwrap();
+        layout.finish(backward_roots, returned).unwrap();
         layout
     }
 
@@ -383,8 +384,8 @@ mod tests {
         assert_eq!((&first.exports, &second.exports, &third.exports), (&vec![1], &vec![2], &vec![3]));
         assert_eq!(second.inputs, [(0, vec![1])].into());
         assert_eq!(second.outputs, [(2, vec![2])].into());
-        assert_eq!(third.seeds, [3]);
-        assert!(layout.stages().iter().all(|stage| stage.trains && !stage.early));
+        assert_eq!(third.backward_roots, [3]);
+        assert!(layout.stages().iter().all(|stage| stage.has_backward && !stage.early));
         assert_eq!(layout.stage_of(1).unwrap(), 0);
         assert_eq!(layout.stage_of(4).unwrap_err().to_string(), "there is no value 4 among 4");
     }
@@ -399,7 +400,10 @@ mod tests {
         let layout = laid_out(taken_twice, &[2], &[3]);
         assert_eq!(tasks_of(&layout), [(0, vec![0]), (1, vec![1]), (0, vec![2]), (1, vec![3])]);
         // A value that is only returned has no part in the backward.
-        assert_eq!(layout.stages().iter().map(|stage| stage.trains).collect::<Vec<_>>(), [true, true, true, false]);
+        assert_eq!(
+            layout.stages().iter().map(|stage| stage.has_backward).collect::<Vec<_>>(),
+            [true, true, true, false]
+        );
         assert_eq!(layout.gradients(0, 2), [0]);
         assert!(layout.gradients(0, 3).is_empty());
     }
@@ -445,12 +449,12 @@ mod tests {
     fn later_stages_use_results_of_early_stages() {
         let mut layout = StageGraph::new();
         assert_eq!(layout.extend(vec![task(0, 0, &[], 1), task(1, 1, &[0], 0)], true).unwrap(), 0..2);
-        assert_eq!(layout.adopt(1, vec![ProducedTensor { bytes: 4, wants_gradient: true }]).unwrap(), 1);
+        assert_eq!(layout.set_outputs(1, vec![ProducedTensor { bytes: 4, requires_grad: true }]).unwrap(), 1);
         assert_eq!(layout.extend(vec![task(0, 3, &[0, 1], 1)], false).unwrap(), 2..3);
         layout.finish(&[2], &[]).unwrap();
         assert!(layout.stages()[1].early && !layout.stages()[2].early);
         assert_eq!(layout.stages()[2].inputs, [(0, vec![0]), (1, vec![1])].into());
-        assert_eq!(layout.adopt(7, Vec::new()).unwrap_err().to_string(), "there is no task 7");
+        assert_eq!(layout.set_outputs(7, Vec::new()).unwrap_err().to_string(), "there is no task 7");
     }
 
     #[test]
@@ -479,11 +483,11 @@ mod tests {
         let index = any::<prop::sample::Index>;
         let one = (0_usize..3, prop::collection::vec(index(), 0..3), 1_usize..3, any::<bool>());
         (prop::collection::vec(one, 1..24), index(), prop::collection::vec(index(), 1..3)).prop_map(
-            |(rows, cut, seeds)| {
+            |(rows, cut, backward_roots)| {
                 let cut = cut.index(rows.len());
                 let (mut tasks, mut levels): (Vec<Task>, Vec<(usize, usize)>) = Default::default();
                 let mut base = 0;
-                for (number, (rank, inputs, count, wants_gradient)) in rows.into_iter().enumerate() {
+                for (number, (rank, inputs, count, requires_grad)) in rows.into_iter().enumerate() {
                     if number == cut {
                         base = levels.iter().map(|(_, level)| level + 1).max().unwrap_or(0);
                     }
@@ -496,11 +500,11 @@ mod tests {
                     let level = inputs.iter().map(behind).max().unwrap_or(0).max(base);
                     levels.extend((0..count).map(|_| (rank, level)));
                     let mut task = task(rank, level, &inputs, count);
-                    task.outputs.iter_mut().for_each(|made| made.wants_gradient = wants_gradient);
+                    task.outputs.iter_mut().for_each(|made| made.requires_grad = requires_grad);
                     tasks.push(task);
                 }
-                let seeds = seeds.iter().map(|seed| seed.index(levels.len())).collect();
-                (tasks, cut, seeds)
+                let backward_roots = backward_roots.iter().map(|root| root.index(levels.len())).collect();
+                (tasks, cut, backward_roots)
             },
         )
     }
@@ -509,11 +513,11 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn random_tasks_become_stages_that_can_be_scheduled((tasks, cut, seeds) in recordings()) {
+        fn random_tasks_become_stages_that_can_be_scheduled((tasks, cut, backward_roots) in recordings()) {
             let mut layout = StageGraph::new();
             layout.extend(tasks[..cut].to_vec(), true).unwrap();
             layout.extend(tasks[cut..].to_vec(), false).unwrap();
-            layout.finish(&seeds, &[0]).unwrap();
+            layout.finish(&backward_roots, &[0]).unwrap();
             let mut seen: Vec<usize> = layout.stages().iter().flat_map(|stage| stage.tasks.clone()).collect();
             seen.sort_unstable();
             prop_assert!(seen.into_iter().eq(0..tasks.len()), "each task is in one stage");

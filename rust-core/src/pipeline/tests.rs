@@ -165,7 +165,7 @@ fn programs_are_those_of_the_golden_file() {
 }
 
 /// Applies `change` to the list of rank `rank` in a valid program; returns the results of `simulate` and `validate`.
-fn complaint(rank: usize, change: impl Fn(&mut Vec<Action>)) -> String {
+fn errors_after(rank: usize, change: impl Fn(&mut Vec<Action>)) -> String {
     let graph = chain(2, 2, Costs::UNIT);
     let program = plan(&graph, Schedule::Simple, Bounds::default()).unwrap();
     let mut ranks = program.ranks().to_vec();
@@ -191,22 +191,25 @@ fn wrong_programs_are_refused() {
         }
     };
     let insert = |text: &'static str| move |actions: &mut Vec<Action>| actions.insert(0, text.parse().unwrap());
-    assert_eq!(complaint(0, remove("0B1")), "rank 0 has 1 gradients of inputs of stage 0 instead of 2");
-    assert_eq!(complaint(1, remove("1F1")), "rank 1 has `1B1` before its forward");
-    assert_eq!(complaint(1, remove("1RF0<0")), "rank 1 has `1F0` before all that it needs is received");
-    assert_eq!(complaint(0, remove("0SF0>1")), "rank 1 has `1RF0<0`, but rank 0's next message to it is `0SF1>1`");
-    assert_eq!(complaint(0, remove("0RB1<1")), "rank 0 has `0B1` before all that it needs is received");
-    assert_eq!(complaint(0, swap("0SF0>1", "0SF1>1")), "rank 0 has `0SF1>1` before the forward that makes the value");
+    assert_eq!(errors_after(0, remove("0B1")), "rank 0 has 1 gradients of inputs of stage 0 instead of 2");
+    assert_eq!(errors_after(1, remove("1F1")), "rank 1 has `1B1` before its forward");
+    assert_eq!(errors_after(1, remove("1RF0<0")), "rank 1 has `1F0` before its inputs are received");
+    assert_eq!(errors_after(0, remove("0SF0>1")), "rank 1 has `1RF0<0`, but rank 0's next message to it is `0SF1>1`");
+    assert_eq!(errors_after(0, remove("0RB1<1")), "rank 0 has `0B1` before its inputs are received");
     assert_eq!(
-        complaint(1, swap("1RF0<0", "1RF1<0")),
+        errors_after(0, swap("0SF0>1", "0SF1>1")),
+        "rank 0 has `0SF1>1` before the forward that computes the value"
+    );
+    assert_eq!(
+        errors_after(1, swap("1RF0<0", "1RF1<0")),
         "rank 1 has `1RF1<0`, but rank 0's next message to it is `0SF0>1`"
     );
-    assert_eq!(complaint(0, swap("0F0", "0RB0<1")), "the program deadlocks: rank 0 at `0RB0<1`, rank 1 at `1RF0<0`");
-    assert_eq!(complaint(0, insert("1F0")), "rank 0 has `1F0`: the stage is on rank 1");
-    assert_eq!(complaint(0, insert("0F2")), "rank 0 has `0F2`: there are 2 microbatches");
-    assert_eq!(complaint(0, insert("2F0")), "rank 0 has `2F0`: there are 2 stages");
-    assert_eq!(complaint(0, insert("0RF0<1")), "rank 0 has `0RF0<1`: no message passes between these stages");
-    assert_eq!(complaint(0, insert("0F0")), "rank 0 has `0F0` twice");
+    assert_eq!(errors_after(0, swap("0F0", "0RB0<1")), "the program deadlocks: rank 0 at `0RB0<1`, rank 1 at `1RF0<0`");
+    assert_eq!(errors_after(0, insert("1F0")), "rank 0 has `1F0`: the stage is on rank 1");
+    assert_eq!(errors_after(0, insert("0F2")), "rank 0 has `0F2`: there are 2 microbatches");
+    assert_eq!(errors_after(0, insert("2F0")), "rank 0 has `2F0`: there are 2 stages");
+    assert_eq!(errors_after(0, insert("0RF0<1")), "rank 0 has `0RF0<1`: no message passes between these stages");
+    assert_eq!(errors_after(0, insert("0F0")), "rank 0 has `0F0` twice");
 }
 
 #[test]

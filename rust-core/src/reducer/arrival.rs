@@ -63,7 +63,7 @@ pub trait GradientOwner: Send + Sync {
 pub struct ReadyGradient {
     /// Index of the parameter.
     pub param: usize,
-    /// Its memory, and the stream that computed it.
+    /// Memory, and the stream that computed it.
     pub data: TensorView,
     /// The slot that it lies in, if any.
     pub lease: Option<SlotLease>,
@@ -71,7 +71,7 @@ pub struct ReadyGradient {
     pub execution: Execution,
     /// The operation that submitted it.
     pub owner: Arc<dyn GradientOwner>,
-    /// Its position among the owner's gradients.
+    /// Position among the owner's gradients.
     pub position: usize,
 }
 

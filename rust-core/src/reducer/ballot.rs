@@ -31,13 +31,13 @@ use crate::negotiation::{Name, Negotiator, Numbers, VOTE, VOTE_END, timeline};
 /// How far a rank is prepared for a planned round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
-    /// It requires a round by name.
+    /// The rank requires a round by name.
     ByName,
-    /// It has no reducer for its parameters and would create one.
+    /// The rank has no reducer for its parameters and would create one.
     NoReducer,
-    /// Its reducer is being created.
+    /// The rank's reducer is being created.
     Creating,
-    /// It has a reducer.
+    /// The rank has a reducer.
     Ready,
 }
 
@@ -88,7 +88,7 @@ impl Ballot {
     /// error.
     ///
     /// # Errors
-    /// Those of [`Negotiator::request`].
+    /// Any error of [`Negotiator::request`].
     pub fn cast(
         negotiator: &Negotiator,
         group: &Communicator,
@@ -141,7 +141,7 @@ impl Vote {
     /// waits for them fails by itself.
     ///
     /// # Errors
-    /// Those of [`Negotiator::request`].
+    /// Any error of [`Negotiator::request`].
     pub(super) fn request_end(&self, failed: impl FnOnce(Error) + Send + 'static) -> Result<()> {
         let check = |result: &Result<Vec<u64>>| {
             if let Err(error) = result
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn declined_rounds_with_held_gradients_are_counted() {
-        // Each group has a transport of its own, as in a job: its messages are told apart by their order alone.
+        // Each group has its own transport, as in a job, because messages have no tags and are matched by their order.
         let nets = [3, 4, 5].map(|seed| MockTransport::net(2, MockOptions { seed, max_delay: Duration::ZERO }));
         let start = |me: usize| {
             let monitor = Arc::new(Monitor::new(me));
@@ -309,7 +309,7 @@ mod tests {
         let (vote, may_vote) = channel();
         let start = &start;
         std::thread::scope(|scope| {
-            // It votes for the plan once, and against it afterwards.
+            // Rank 1 votes for the plan once, and against it afterwards.
             scope.spawn(move || {
                 let (reducer, negotiator, group) = start(1);
                 let planned = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
@@ -328,7 +328,7 @@ mod tests {
             let ballot = reducer.begin_by_vote(&negotiator, &group, "round", "p").unwrap();
             assert_eq!(wait_for_declined(seen, Duration::from_millis(50)), seen, "one is planned, one is open");
             vote.send(()).unwrap();
-            // Nobody asks for the result.
+            // No rank calls `result`.
             assert_eq!(wait_for_declined(seen, LIMIT), seen + 1);
             assert!(ballot.is_decided(), "VOTE-3");
             reducer.abandon("not reported: there is no round", false);

@@ -16,8 +16,8 @@
 //! Gradients of graphs stay in place: they are packed and unpacked in the communication stream, and their owner is
 //! notified when the device is done.
 //!
-//! - LCH-1: the host never waits for the device.
-//! - LCH-2: work that is being captured in a CUDA graph is queued by the caller's thread, because a capture includes
+//! - QUEUE-1: the host never waits for the device.
+//! - QUEUE-2: work that is being captured in a CUDA graph is queued by the caller's thread, because a capture includes
 //!   only that thread's work.
 
 use std::collections::VecDeque;

@@ -70,7 +70,7 @@ impl History {
         self.learned.is_some()
     }
 
-    /// Those of `params` whose gradients have fewer parts than in the first backward.
+    /// The parameters among `params` whose gradients have fewer parts than in the first backward.
     pub fn incomplete(&self, params: &[usize]) -> Vec<usize> {
         let learned = self.learned.as_deref().unwrap_or_default();
         params

@@ -34,7 +34,7 @@ pub struct OpPlacement {
 #[derive(Debug, Default)]
 struct OpClass {
     /// For each operation, the gradient that it computes.
-    makes: HashMap<usize, Gradient>,
+    gradients: HashMap<usize, Gradient>,
     /// For each address that is not a slot, the operation that allocated it.
     allocated: HashMap<usize, usize>,
 }
@@ -50,7 +50,7 @@ impl OpPlacement {
     /// Predicts the gradient that an allocation of `bytes` bytes by operation `op` becomes. If the operation does not
     /// get that gradient's slot, [`OpPlacement::placed_elsewhere`] must follow.
     pub fn request(&self, bytes: usize, op: usize) -> Option<Gradient> {
-        self.classes.get(&bytes)?.makes.get(&op).copied()
+        self.classes.get(&bytes)?.gradients.get(&op).copied()
     }
 
     /// Records that `bytes` bytes which operation `op` allocated lie at `address`, which is not a slot.
@@ -66,7 +66,7 @@ impl OpPlacement {
     pub fn observe(&mut self, gradient: Gradient, bytes: usize, address: usize) {
         let Some(class) = self.classes.get_mut(&bytes) else { return };
         let op = class.allocated.get(&address).copied();
-        if op.is_some_and(|op| class.makes.get(&op) == Some(&gradient)) {
+        if op.is_some_and(|op| class.gradients.get(&op) == Some(&gradient)) {
             // The prediction was right; another tensor still held the slot.
             return;
         }
@@ -76,7 +76,7 @@ impl OpPlacement {
         if *wrong < MAX_WRONG_PREDICTIONS
             && let Some(op) = op
         {
-            class.makes.insert(op, gradient);
+            class.gradients.insert(op, gradient);
         }
     }
 
@@ -86,7 +86,7 @@ impl OpPlacement {
         let wrong = self.wrong.entry(gradient).or_default();
         *wrong = wrong.saturating_add(1).min(MAX_WRONG_PREDICTIONS);
         if let Some(class) = self.classes.get_mut(&bytes) {
-            class.makes.retain(|_, makes| *makes != gradient);
+            class.gradients.retain(|_, predicted| *predicted != gradient);
         }
         *wrong < MAX_WRONG_PREDICTIONS
     }

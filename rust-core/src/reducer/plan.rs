@@ -50,7 +50,7 @@ pub struct Bucket {
     pub offset_bytes: usize,
     /// Length in bytes, with padding between slots but not after the last.
     pub bytes: usize,
-    /// Its parameters, in the order in which their gradients are expected.
+    /// Parameters, in the order in which their gradients are expected.
     pub slots: Vec<Slot>,
 }
 

@@ -1,9 +1,9 @@
 //! Specifications of reducers. They are registered when a graph is traced, which happens at different times and
 //! different numbers of times on the ranks, and used when the graph runs.
 //!
-//! - BLU-1: the n-th spec with the same parameters and options in a graph is always the same spec. A graph that is
+//! - SPEC-1: the n-th spec with the same parameters and options in a graph is always the same spec. A graph that is
 //!   traced again therefore finds the reducer of the first trace.
-//! - BLU-2: the reducers of a graph are all made when the first one is needed, in the order in which the graph names
+//! - SPEC-2: the reducers of a graph are all made when the first one is needed, in the order in which the graph names
 //!   them. Ranks do not agree on the order in which they are needed.
 
 use std::collections::HashMap;
@@ -81,7 +81,7 @@ pub fn get(number: usize) -> Result<Arc<ReducerSpec>> {
     })
 }
 
-/// The specs whose reducers are made together with this one (BLU-2), in order.
+/// The specs whose reducers are made together with this one (SPEC-2), in order.
 pub fn created_with(number: usize) -> Vec<usize> {
     let registry = REGISTRY.lock();
     let graph = registry.as_ref().and_then(|registry| registry.graph_of.get(number).copied());
@@ -112,8 +112,8 @@ mod tests {
         // Numbers are the process's, so the names are this test's own.
         let first = trace(7001, &["reducer a", "reducer b", "reducer a"]);
         assert!(first[0] != first[2] && first[0] != first[1]);
-        assert_eq!(trace(7002, &["reducer a", "reducer b", "reducer a"]), first, "BLU-1");
-        assert_eq!(created_with(first[2]), first, "BLU-2");
+        assert_eq!(trace(7002, &["reducer a", "reducer b", "reducer a"]), first, "SPEC-1");
+        assert_eq!(created_with(first[2]), first, "SPEC-2");
         assert_eq!(trace(NO_GRAPH, &["reducer a", "reducer a"]), [first[0], first[0]]);
         let alone = trace(NO_GRAPH, &["reducer c"]);
         assert_eq!(created_with(alone[0]), alone);

@@ -184,7 +184,7 @@ fn refuse_child() -> Result<()> {
     })
 }
 
-fn introduction(launch: &Launch) -> Join {
+fn join_request(launch: &Launch) -> Join {
     Join {
         version: crate::VERSION.to_owned(),
         rank: launch.rank as u32,
@@ -290,7 +290,7 @@ impl Session {
         let peer_timeout = config::PEER_TIMEOUT_SECONDS.seconds()?;
         let serve::Rendezvous { location, served_by_rank_0, open } = rendezvous;
         let options = client::ClientOptions { location, served_by_rank_0, deadline, peer_timeout };
-        let join = introduction(&launch);
+        let join = join_request(&launch);
         let (client, welcome) = Client::join(&options, join, monitor.clone())?;
         Ok(Self { open, ..Self::connected(launch, monitor, timeout, client, welcome, uses_store_rendezvous) })
     }
@@ -354,13 +354,13 @@ impl Session {
     /// Starts the timeline of collectives by name, if the settings request it.
     fn start_asked_timeline(&self) -> Result<()> {
         let Some(path) = config::NAMES_TIMELINE.text().filter(|path| path != "DYNAMIC") else { return Ok(()) };
-        self.start_names_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
+        self.start_horovod_timeline(&path, config::NAMES_TIMELINE_MARK_CYCLES.flag()?);
         Ok(())
     }
 
     /// On rank 0, starts the timeline of collectives by name ([`timeline::start`]). If it cannot be written, a
     /// warning is logged and training continues.
-    pub fn start_names_timeline(&self, path: &str, mark_cycles: bool) {
+    pub fn start_horovod_timeline(&self, path: &str, mark_cycles: bool) {
         if self.rank() == 0
             && let Err(error) = timeline::start(path, mark_cycles)
         {

@@ -28,7 +28,7 @@ pub struct Place {
 /// The world of Horovod's API, which may have fewer ranks than the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct World {
-    /// Its ranks, as ranks of the job.
+    /// Ranks, as ranks of the job.
     pub ranks: Vec<usize>,
     /// This rank's place in it.
     pub place: WorldPlace,

@@ -54,7 +54,7 @@ struct ReplicasProgress {
 /// Variables that a rank is about to train.
 pub struct ReplicaChecksum<'a> {
     /// Identifies the same variables on all ranks: derived from their shapes.
-    pub what: &'a str,
+    pub variables: &'a str,
     /// Checksum of their values.
     pub checksum: u64,
     /// Ranks that reduce the gradients together.
@@ -128,9 +128,9 @@ impl ReplicasState {
     }
 }
 
-fn key(what: &str, ranks: &[usize], occurrence: usize) -> String {
+fn key(variables: &str, ranks: &[usize], occurrence: usize) -> String {
     let members: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    format!("replicas/{what}/{}/{occurrence}", members.join(","))
+    format!("replicas/{variables}/{}/{occurrence}", members.join(","))
 }
 
 /// Returns the ranks whose checksum differs from that of the first rank.
@@ -169,18 +169,18 @@ impl Session {
     ///
     /// # Errors
     /// As for the job's store.
-    pub fn tell_replica(&self, replica: &ReplicaChecksum<'_>) -> Result<()> {
-        let ReplicaChecksum { what, checksum, ranks, remedy, is_final } = *replica;
+    pub fn report_replica_checksum(&self, replica: &ReplicaChecksum<'_>) -> Result<()> {
+        let ReplicaChecksum { variables, checksum, ranks, remedy, is_final } = *replica;
         if ranks.len() < 2 || !ranks.contains(&self.rank()) {
             return Ok(());
         }
         let occurrence = {
             let mut counts = self.replicas.num_written.lock();
-            let count = counts.entry(key(what, ranks, 0)).or_default();
+            let count = counts.entry(key(variables, ranks, 0)).or_default();
             *count += 1;
             *count
         };
-        let prefix = key(what, ranks, occurrence);
+        let prefix = key(variables, ranks, occurrence);
         let store = self.store();
         if self.rank() != ranks[0] {
             return store.set(&format!("{prefix}/{}", self.rank()), &checksum.to_le_bytes());

@@ -3,10 +3,10 @@
 //! An operation of the step may fail on this rank alone. The step's other operations here then wait for other ranks,
 //! which wait for the result of the failed operation. A script that catches the error may never call them again.
 //!
-//! - ATT-1: a step that fails and has not ended [`FAILED_STEP_TIMEOUT`] later has failed on all ranks; at once, if it
+//! - SCOPE-1: a step that fails and has not ended [`FAILED_STEP_TIMEOUT`] later has failed on all ranks; at once, if it
 //!   fails because another rank did. Its waits here end, and so does this process's part in the job.
-//! - ATT-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end of
-//!   the waits, with a more specific message. Then nothing is added.
+//! - SCOPE-2: the code that runs the step may tell the other ranks before that, or within [`DRAIN_TIMEOUT`] of the end
+//!   of the waits, with a more specific message. Then nothing is added.
 
 use std::sync::{Arc, Weak};
 use std::thread;

@@ -1,14 +1,14 @@
 //! Rendezvous through a framework's key-value store, for processes that know their rank and size but were started
 //! without a launcher's variables. Rank 0 writes the address of the rendezvous server to the store.
 //!
-//! - MEET-1: only rank 0 decides where the rendezvous is, and writes it to the store, so ranks cannot decide
+//! - STORE-1: only rank 0 decides where the rendezvous is, and writes it to the store, so ranks cannot decide
 //!   differently. If `smdrun` serves a rendezvous for exactly these ranks, that one is used, because `smdrun` notices
 //!   deaths first.
-//! - MEET-2: rank 0 listens on the loopback interface if all ranks are on its host. The secret is that of the
+//! - STORE-2: rank 0 listens on the loopback interface if all ranks are on its host. The secret is that of the
 //!   launcher or the user. Without one, rank 0 creates one. On one host, this user's processes get it through the
 //!   owner socket. On several hosts, it is written to the framework's store, whose other readers then know it, too,
 //!   and rank 0 logs a warning.
-//! - MEET-3: the keys are deleted before `init` returns on any rank, so that the store can be used for another
+//! - STORE-3: the keys are deleted before `init` returns on any rank, so that the store can be used for another
 //!   session.
 
 use std::collections::BTreeSet;
@@ -187,7 +187,7 @@ impl StoreRendezvous {
         Ok((Rendezvous { location, served_by_rank_0: true, open }, RendezvousEndpoint::RankZero { addresses, secret }))
     }
 
-    /// Deletes the keys when all ranks have joined (MEET-3); the next job often uses the same store.
+    /// Deletes the keys when all ranks have joined (STORE-3); the next job often uses the same store.
     pub(super) fn clear(&self) {
         if self.rank != 0 {
             return;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Control, Session, introduction};
+use super::{Control, Session, join_request};
 use crate::buffer::ReduceOp;
 use crate::config;
 use crate::error::{Code, Error, Result};
@@ -72,7 +72,7 @@ impl Session {
         let launch = Launch::assigned(rank, size, assignment.generation, &address);
         let start = Instant::now();
         let deadline = start + init_timeout;
-        let welcome = client.take_place(introduction(&launch), start, deadline)?;
+        let welcome = client.take_place(join_request(&launch), start, deadline)?;
         let master =
             if welcome.hosts.len() == 1 { "127.0.0.1" } else { &welcome.hosts[welcome.places[0].host as usize] };
         let launch = Launch { master_addr: Some(master.to_owned()), ..launch };
@@ -104,10 +104,10 @@ impl Session {
     ///
     /// # Errors
     /// As [`Numbers::wait`].
-    pub fn hosts_known_anywhere(self: &Arc<Self>, acted: u64, heard: u64, kinds: u8) -> Result<(u64, u64, u8)> {
+    pub fn combine_host_updates(self: &Arc<Self>, handled: u64, latest: u64, kinds: u8) -> Result<(u64, u64, u8)> {
         let call = "check_host_updates";
         let negotiator = self.negotiator(self.process_set(0, call)?)?;
-        let mut own = vec![acted, heard];
+        let mut own = vec![handled, latest];
         own.extend((0..u8::BITS).map(|bit| u64::from(kinds >> bit & 1)));
         let all = Numbers::submit(&negotiator, Name::Given("hosts_update".into()), own, ReduceOp::Max, |_| (), |_| ())?
             .wait(call)?;

@@ -19,14 +19,14 @@ use crate::error::{Error, Result};
 /// How a rank departed.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Departure {
-    /// The process ended without saying so: it was killed, crashed, or exited without `shutdown()`.
+    /// The process ended without a message: it was killed, crashed, or exited without `shutdown()`.
     Died {
         /// Details, such as `killed by signal 9`; may be empty.
         detail: String,
     },
-    /// It called `shutdown()`.
+    /// The process called `shutdown()`.
     Left,
-    /// It reported an error of its own before it left.
+    /// The process reported an error of its own before it left.
     Failed {
         /// The error's text.
         message: String,

@@ -66,13 +66,13 @@ def suite(names):
     ids=["two a host", "ranks in turn"],
 )
 def test_collectives_match_one_host(two, n, options, names):
-    """Asserted on each rank, in `suite`."""
+    """The assertions are in `suite`, which runs on each rank."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     run_ranks(suite, n, names, launcher=two, options=options, timeout=100)
 
 
 def test_without_mpi_collectives_go_over_tcp(two):
-    """Asserted on each rank, in `suite`."""
+    """The assertions are in `suite`, which runs on each rank."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     # The first listed interface that exists is used, here eth0.
     env = {"SMD_INTERFACE": "ib0, eth0"}

@@ -302,7 +302,7 @@ def broadcast_with_timeline(path):
     sdp.init()
     variables = [tf.Variable(tf.fill([size], float(sdp.rank()))) for size in (1, 2, 3)]
     if sdp.rank() == 0:
-        _core.start_names_timeline(path, False)
+        _core.start_horovod_timeline(path, False)
     else:
         deadline = time.monotonic() + 30
         while not Path(path).exists() or Path(path).read_text().count("NEGOTIATE_BROADCAST") < len(variables):
@@ -313,7 +313,7 @@ def broadcast_with_timeline(path):
 
 
 def test_broadcast_variables_submits_all_variables_at_once(tmp_path):
-    """Asserted on each rank, in `broadcast_with_timeline`."""
+    """The assertions are in `broadcast_with_timeline`, which runs on each rank."""
     run_ranks(broadcast_with_timeline, 2, str(tmp_path / "t.json"), launcher=Forked("tensorflow"), env=ENV, timeout=110)
 
 

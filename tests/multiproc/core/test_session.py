@@ -345,7 +345,7 @@ def raise_from_handler():
 
 
 def test_an_exception_of_a_signal_handler_is_raised():
-    """Asserted on each rank, in `raise_from_handler`."""
+    """The assertions are in `raise_from_handler`, which runs on each rank."""
     run_ranks(raise_from_handler, 2)
 
 

@@ -246,7 +246,7 @@ def test_gradients_that_cannot_be_reduced_are_named():
         assert "`1." in errors["static"][1], errors["static"]
         assert "the graph is not static" in errors["static"][1], errors["static"]
         assert "`weight`" in errors["taken"][1]
-        assert "taken away" in errors["taken"][1]
+        assert "was removed before it was reduced" in errors["taken"][1]
         assert "it is a Double tensor on cpu" in errors["moved"][1]
 
 

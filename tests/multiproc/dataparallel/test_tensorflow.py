@@ -79,7 +79,7 @@ def interface():
 
 
 def test_tensorflow_interface():
-    """Asserted on each rank, in `interface`."""
+    """The assertions are in `interface`, which runs on each rank."""
     run_ranks(interface, 2, launcher=Forked("tensorflow"), timeout=110)
 
 

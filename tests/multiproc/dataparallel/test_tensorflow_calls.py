@@ -177,7 +177,7 @@ def no_gradients_at_all(tf, sdp):
 
 
 def test_calls_from_everywhere():
-    """Asserted on each rank, in `calls`."""
+    """The assertions are in `calls`, which runs on each rank."""
     run_ranks(calls, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=180)
 
 

@@ -335,13 +335,13 @@ def several_kinds_of_variables(keras, sdp):
 
 
 def test_keras_3(tmp_path):
-    """Asserted on each rank, in `both`."""
+    """The assertions are in `both`, which runs on each rank."""
     run_ranks(run_checks, 2, str(tmp_path), "keras", launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
 @pytest.mark.more
 def test_tf_keras(tmp_path):
-    """Asserted on each rank, in `both`."""
+    """The assertions are in `both`, which runs on each rank."""
     if importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
     run_ranks(

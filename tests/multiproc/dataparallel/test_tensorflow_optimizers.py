@@ -291,7 +291,7 @@ def arguments(keras, sdp):
 
 
 def test_keras_3():
-    """Asserted on each rank, in `keras3`."""
+    """The assertions are in `keras3`, which runs on each rank."""
     run_ranks(keras3, 2, launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
@@ -341,7 +341,7 @@ def legacy_keras():
 
 @pytest.mark.more
 def test_tf_keras():
-    """Asserted on each rank, in `legacy_keras`."""
+    """The assertions are in `legacy_keras`, which runs on each rank."""
     run_ranks(legacy_keras, 2, launcher=Forked("tensorflow"), env=_ENV | {"TF_USE_LEGACY_KERAS": "1"}, timeout=170)
 
 
@@ -448,7 +448,7 @@ def graphs_of_tf1(folder, every_kind=True):
 
 
 def test_tf1(tmp_path):
-    """Asserted on each rank, in `graphs_of_tf1`."""
+    """The assertions are in `graphs_of_tf1`, which runs on each rank."""
     run_ranks(graphs_of_tf1, 2, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)
 
 
@@ -468,5 +468,5 @@ def check_on_four_ranks(folder):
 
 @pytest.mark.more
 def test_four_ranks(tmp_path):
-    """Asserted on each rank, in `four`."""
+    """The assertions are in `four`, which runs on each rank."""
     run_ranks(check_on_four_ranks, 4, str(tmp_path), launcher=Forked("tensorflow"), env=_ENV, timeout=170)

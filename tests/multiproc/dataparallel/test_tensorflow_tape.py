@@ -493,7 +493,7 @@ _ON_TWO_RANKS = (
     [(2, "keras", _ON_TWO_RANKS), (2, "keras", _ON_ALL_SIZES), more(4, "tf_keras", _ON_ALL_SIZES)],
 )
 def test_gradients(n, keras, checks):
-    """Asserted on each rank, in `run_checks`."""
+    """The assertions are in `run_checks`, which runs on each rank."""
     env = ENV | {"TF_USE_LEGACY_KERAS": str(int(keras == "tf_keras"))}
     run_ranks(run_checks, n, keras, checks, launcher=Forked("tensorflow"), env=env, timeout=170)
 

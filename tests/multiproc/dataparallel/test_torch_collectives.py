@@ -126,7 +126,7 @@ def reductions():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, more(4)])
 def test_reductions(ranks):
-    """Asserted on each rank, in `reductions`."""
+    """The assertions are in `reductions`, which runs on each rank."""
     run_ranks(reductions, ranks, launcher=Forked("torch"), timeout=110)
 
 
@@ -183,7 +183,7 @@ def movements():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_movements(ranks):
-    """Asserted on each rank, in `movements`."""
+    """The assertions are in `movements`, which runs on each rank."""
     run_ranks(movements, ranks, launcher=Forked("torch"), timeout=110)
 
 
@@ -264,7 +264,7 @@ def layouts():
 
 
 def test_layouts():
-    """Asserted on each rank, in `layouts`."""
+    """The assertions are in `layouts`, which runs on each rank."""
     run_ranks(layouts, 3, launcher=Forked("torch"))
 
 
@@ -331,7 +331,7 @@ def _tick(seen):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_handles(ranks):
-    """Asserted on each rank, in `handles`."""
+    """The assertions are in `handles`, which runs on each rank."""
     run_ranks(handles, ranks, launcher=Forked("torch"))
 
 
@@ -358,7 +358,7 @@ def messages():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages(ranks):
-    """Asserted on each rank, in `messages`."""
+    """The assertions are in `messages`, which runs on each rank."""
     run_ranks(messages, ranks, launcher=Forked("torch"))
 
 
@@ -398,7 +398,7 @@ def groups():
 
 
 def test_groups():
-    """Asserted on each rank, in `groups`."""
+    """The assertions are in `groups`, which runs on each rank."""
     run_ranks(groups, 4, launcher=Forked("torch"))
 
 

@@ -28,7 +28,7 @@ ENV = {
 }
 
 
-def torch_arguments_by_place(torch, hvd, rank, size):
+def torch_positional_arguments(torch, hvd, rank, size):
     one = torch.ones(2, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -65,7 +65,7 @@ def torch_handles(torch, hvd, rank, size):
     assert mpi_lib_v2.horovod_torch_poll(hvd.allreduce_async(torch.ones(1), name="polled")) in (True, False)
 
 
-def torch_raw(torch, hvd, rank, size):
+def torch_output_arguments(torch, hvd, rank, size):
     ops = hvd.mpi_ops
     x = torch.full((2,), rank + 1.0)
     total = sum(range(1, size + 1))
@@ -418,7 +418,7 @@ def torch_sparse(torch, hvd, rank, size):
     assert hvd.sparse_allreduce_async(torch.sparse_coo_tensor(size=(3,)), "empty", hvd.Average)().to_dense().sum() == 0
 
 
-def tensorflow_arguments_by_place(tf, hvd, rank, size):
+def tensorflow_positional_arguments(tf, hvd, rank, size):
     one = tf.ones([2, 3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -610,12 +610,12 @@ def tensorflow_keras(tf, hvd, rank, size):
 
 
 TENSORFLOW = [
-    tensorflow_arguments_by_place, tensorflow_errors, tensorflow_gradients, tensorflow_process_sets, tensorflow_joins,
+    tensorflow_positional_arguments, tensorflow_errors, tensorflow_gradients, tensorflow_process_sets, tensorflow_joins,
     tensorflow_keras,
 ]  # fmt: skip
 
 TORCH = [
-    torch_arguments_by_place, torch_handles, torch_raw, torch_errors, torch_duplicates, torch_gradients,
+    torch_positional_arguments, torch_handles, torch_output_arguments, torch_errors, torch_duplicates, torch_gradients,
     torch_compression, torch_optimizers, torch_states, torch_process_sets, torch_optimizers_in_a_set, torch_joins, torch_sparse,
 ]  # fmt: skip
 
@@ -656,7 +656,7 @@ FORMS = {"torch": forms_of_torch, "tensorflow": forms_of_tensorflow}
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("framework", "size"), [("torch", 3), ("tensorflow", 2)])
 def test_forms(framework, size):
-    """Asserted on each rank, in `forms_of_tensorflow` and `forms_of_torch`."""
+    """The assertions are in `forms_of_tensorflow` and `forms_of_torch`, which run on each rank."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     run_ranks(FORMS[framework], size, launcher=Forked(framework), env=ENV, timeout=100)

@@ -416,7 +416,7 @@ def check_all():
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("legacy", ["0", more("1")], ids=["keras3", "tf_keras"])
 def test_training(legacy):
-    """Asserted on each rank, in `check_all`."""
+    """The assertions are in `check_all`, which runs on each rank."""
     if legacy == "1" and importlib.util.find_spec("tf_keras") is None:
         pytest.skip("tf_keras is not installed")
     run_ranks(check_all, 2, launcher=Forked("tensorflow"), env={**ENV, "TF_USE_LEGACY_KERAS": legacy}, timeout=400)

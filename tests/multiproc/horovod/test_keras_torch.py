@@ -232,7 +232,7 @@ def check_all():
 
 @pytest.mark.timeout(120)
 def test_training():
-    """Asserted on each rank, in `check_all`."""
+    """The assertions are in `check_all`, which runs on each rank."""
     run_ranks(check_all, 2, launcher=Forked("torch"), env=ENV, timeout=100)
 
 

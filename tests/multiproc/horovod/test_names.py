@@ -348,7 +348,7 @@ def names_of_tensorflow():
     ids=["torch", "tensorflow"],
 )
 def test_names_and_arguments(framework, body):
-    """Asserted on each rank, in `names_of_tensorflow` and `names_of_torch`."""
+    """The assertions are in `names_of_tensorflow` and `names_of_torch`, which run on each rank."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     run_ranks(body, 1, launcher=Forked(framework), env=ENV, timeout=100)

@@ -285,7 +285,7 @@ def check_all():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounds(size):
-    """Asserted on each rank, in `check_all`."""
+    """The assertions are in `check_all`, which runs on each rank."""
     run_ranks(check_all, size, launcher=Forked("torch"), env=ENV, timeout=100)
 
 

@@ -423,7 +423,7 @@ def all_parts():
 
 @pytest.mark.timeout(420)
 def test_collectives():
-    """Asserted on each rank, in `all_parts`."""
+    """The assertions are in `all_parts`, which runs on each rank."""
     run_ranks(all_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=400)
 
 

@@ -305,7 +305,7 @@ def all_parts():
 
 @pytest.mark.timeout(420)
 def test_training():
-    """Asserted on each rank, in `all_parts`."""
+    """Runs all parts on two ranks; each rank asserts its results."""
     run_ranks(all_parts, 2, launcher=Forked("tensorflow"), env=ENV, timeout=400)
 
 

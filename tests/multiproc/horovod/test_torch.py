@@ -311,5 +311,5 @@ def all_parts():
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_collectives(size):
-    """Asserted on each rank, in `all_parts`."""
+    """The assertions are in `all_parts`, which runs on each rank."""
     run_ranks(all_parts, size, launcher=Forked("torch"), env=ENV, timeout=200)

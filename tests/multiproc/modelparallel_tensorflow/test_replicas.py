@@ -352,7 +352,7 @@ def _reduced_during_backward():
 
     over_replicas = gradients.over_replicas
 
-    def noted(*args):
+    def over_replicas_with_note(*args):
         first, last = over_replicas(*args)
         return [first, through(note, last)]
 
@@ -376,7 +376,7 @@ def _reduced_during_backward():
             loss = tf.reduce_mean(model(x) ** 2)
         return tape.gradient(loss, model.trainable_variables), loss
 
-    with mock.patch.object(gradients, "over_replicas", noted):
+    with mock.patch.object(gradients, "over_replicas", over_replicas_with_note):
         for _ in range(_STEPS):
             means, _ = step(tf.random.normal([8, 512]))
             optimizer.apply_gradients(

@@ -216,13 +216,13 @@ def _random_numbers():
     np.testing.assert_array_equal(*smp.allgather(noise.numpy()))
 
     # The same for numbers drawn in the step function, which both the model and the loss use.
-    def once(x):
+    def add_noise(x):
         return x + tf.random.normal(tf.shape(x))
 
-    def looped(x):
-        return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, once(x)), (0, x))[1]
+    def add_noise_twice(x):
+        return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, add_noise(x)), (0, x))[1]
 
-    for draw in (once, tf.function(looped)):
+    for draw in (add_noise, tf.function(add_noise_twice)):
 
         @smp.step
         def drawn(x, draw=draw):

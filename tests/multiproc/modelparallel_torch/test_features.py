@@ -618,8 +618,8 @@ def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     # Each rank runs two stages in each of two steps.
     assert {count for (_, kind, _), count in spans.items() if kind in kinds[:2]} == {4}
     stages = {e["tid"]: int(e["args"]["name"].split()[1]) for e in events if "of the pipeline" in str(e.get("args"))}
-    takes = {(stages[e["tid"]], e["args"]["stage"]) for e in events if e["name"] == "takes"}
-    assert takes == {(1, 0), (2, 0), (2, 1), (3, 2)}
+    inputs = {(stages[e["tid"]], e["args"]["stage"]) for e in events if e["name"] == "stage input"}
+    assert inputs == {(1, 0), (2, 0), (2, 1), (3, 2)}
     picture = tmp_path / "report.svg"
     command = [sys.executable, "-m", "smdistributed", "report", str(path), "--svg", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

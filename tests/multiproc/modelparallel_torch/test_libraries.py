@@ -19,7 +19,7 @@ TIMM = {
         "num_heads": (2, 4),
     },
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
-    # It writes in place to the output of a module without parameters.
+    # This model writes in place to the output of a module without parameters.
     "mobilenetv3_small_050": {},
 }
 #: Arguments of PEFT's configurations by name.
@@ -30,7 +30,7 @@ PEFT = {
         "feedforward_modules": ["down_proj"],
         "init_ia3_weights": False,
     },
-    # Its layers share one module object.
+    # The layers of VeRA share one module object.
     "VeraConfig": {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_weights": False},
     "PromptTuningConfig": {"num_virtual_tokens": 4},
 }

@@ -75,7 +75,7 @@ EQUAL = {
         None, "net.b.more[0] = net.a.linear.bias", _BOTH
     ),
 }  # fmt: skip
-_MOVED = "on partition 1 changes `a.running`, to which `b.offset` of a module on another partition refers"
+_MOVED = "on partition 1 changes `a.running`; `b.offset` of a module on another partition refers"
 _ONE = "modules that share parameters or buffers, or views of them, go to one partition"
 REFUSED = {
     "a call changes a buffer of which another partition has a view": (_program(_APART, _VIEW, _BOTH), _MOVED),
@@ -83,7 +83,7 @@ REFUSED = {
         _program(
             _APART, "net.b.offset = net.a.norm.running_mean[:]", _BOTH, layers=_LAYERS | {"a": "Norm"}
         ),
-        "`a` on partition 1 changes `a.norm.running_mean`, to which `b.offset` of a module on another partition refers",
+        "`a` on partition 1 changes `a.norm.running_mean`; `b.offset` of a module on another partition refers",
     ),
     "a call changes a buffer that another partition has in an attribute": (
         _program(_APART, "net.b.offset = net.a.running", _BOTH), _MOVED,
@@ -214,4 +214,4 @@ def test_a_loaded_state_reaches_views_on_other_partitions():
 @pytest.mark.timeout(130)
 def test_a_script_that_changes_a_buffer_of_which_another_partition_has_a_view_raises():
     for found in run_ranks(_load_body, 2, "script", launcher=FORKED, timeout=120):
-        assert "the script has changed `first.running_mean` in place, to which `second.shift` on another" in found[1]
+        assert "the script has changed `first.running_mean` in place; `second.shift` on another" in found[1]

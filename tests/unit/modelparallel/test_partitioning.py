@@ -210,7 +210,7 @@ def test_costs_are_those_of_the_layers():
     assert first.parameter_bytes == 4 * (100 * 200 + 200)
     assert second.parameter_bytes == 4 * 200 * 50
     assert first.state_bytes == 3 * first.parameter_bytes
-    # Its input, and the output of ReLU, which ReLU and the next layer keep.
+    # The layer's input, and the output of ReLU, which ReLU and the next layer keep.
     assert first.activation_bytes == 4 * 8 * (100 + 200)
     # The output, which the loss keeps.
     assert second.activation_bytes == 4 * 8 * 50

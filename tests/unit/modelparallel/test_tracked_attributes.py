@@ -55,10 +55,10 @@ def test_a_container_that_the_body_adds_to_a_shared_configuration_is_tracked():
     added.append(4)
     state.before_call(second, stale)
     assert state.current is not before
-    assert str(state.current) != str(before), "and so is the change of the list inside of it"
+    assert str(state.current) != str(before), "the change of the nested list is part of the snapshot"
 
 
-def test_a_tuple_that_replaces_another_one_in_an_attribute_is_looked_at_anew():
+def test_a_tuple_that_replaces_another_one_in_an_attribute_is_inspected_again():
     _, (module,), state = _modules(1)
     stale = StaleStorages()
     module.pair = ([1], 2)

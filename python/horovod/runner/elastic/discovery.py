@@ -202,7 +202,7 @@ class HostManager:
         kept = [host for host in ordered_hosts if host in available]
         return [*kept, *(host for host in available if host not in kept)]
 
-    def decided_by(self, make: Any) -> Any:
+    def replace_core(self, make: Any) -> Any:
         """Replace the object of the core that decides which hosts are used.
 
         Args:

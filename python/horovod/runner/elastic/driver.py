@@ -128,7 +128,7 @@ class ElasticDriver:
         limits = (max(num_proc, self._min_num_proc), self._min_num_proc, most, self._reset_limit, self._timeout)
         with self._changed:
             self._create_worker = create_worker_fn
-            self._core = self._host_manager.decided_by(lambda hosts: _core.ElasticDriver(hosts, *limits))
+            self._core = self._host_manager.replace_core(lambda hosts: _core.ElasticDriver(hosts, *limits))
             self._act()
         in_thread(self._tick, name="horovod-elastic")
 
@@ -235,7 +235,7 @@ class ElasticDriver:
                 raise RuntimeError(f"there is no worker {host}[{slot}]")
             worker.is_waiting = True
             self._assignments.pop(worker.slot, None)
-            self._core.entered(worker.number)
+            self._core.worker_ready(worker.number)
             self._acts()
 
     def register_worker_server(self, host: str, slot: int, addresses: Addresses, secret_key: bytes) -> None:
@@ -398,7 +398,7 @@ class ElasticDriver:
             elif kind == "remove":
                 for worker in workers:
                     self._remove(worker)
-            elif kind == "seat":
+            elif kind == "assign_ranks":
                 self._assign_ranks(workers)
             elif kind == "notify":
                 self._queue_notice(HostUpdateResult(kinds))
@@ -448,7 +448,7 @@ class ElasticDriver:
             if worker.session == self._session:
                 self._results[worker.slot] = (code, at)
             failure = None if code == 0 else why or f"{host}[{number}] exit with status code {code}"
-            self._core.ended(worker.number, failure)
+            self._core.worker_ended(worker.number, failure)
             self._acts()
 
     def _remove(self, worker: _Worker) -> None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from smdistributed._common import keras3
 from smdistributed._common.errors import UnsupportedError
-from smdistributed._common.views import given as given
+from smdistributed._common.views import original_optimizer as original_optimizer
 from smdistributed._common.views import view as view
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import oob_allreduce
@@ -152,7 +152,7 @@ class Methods(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy or pickle as the given optimizer, which is distributed again afterwards."""
-        return _distributed, (given(self), self._smd_options)
+        return _distributed, (original_optimizer(self), self._smd_options)
 
     def _smd_all(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks that reduce gradients."""

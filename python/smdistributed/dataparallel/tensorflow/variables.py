@@ -13,7 +13,7 @@ from smdistributed.dataparallel.tensorflow.job import size
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 from smdistributed.dataparallel.tensorflow.replicas import note_broadcast
 
-#: What makes replicas equal.
+#: The calls that make replicas equal, for messages.
 BROADCAST = (
     "`sdp.broadcast_variables(model.variables, root_rank=0)` before the first step, or give `fit` the callback "
     "`BroadcastGlobalVariablesCallback(0)`"

@@ -26,7 +26,7 @@ _VARIABLES, _AVERAGES, _SUMS = "_trainable_variables", "_model_variables_moving_
 def of_partition(optimizer: Any) -> Iterator[None]:
     """Narrow an optimizer's lists to this rank's variables inside the context."""
     lists = vars(optimizer)
-    here = optimizer_variables.here(optimizer)
+    here = optimizer_variables.local_variables(optimizer)
     if here is None or _VARIABLES not in lists:
         yield
         return
@@ -68,7 +68,7 @@ def _only(values: Any, wanted: list[bool]) -> list[Any]:
     return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
 
 
-def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+def limited_to_partition(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of an optimizer that iterates over all variables."""
 
     @functools.wraps(plain)

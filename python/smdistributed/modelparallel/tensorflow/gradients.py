@@ -16,7 +16,7 @@ from smdistributed.modelparallel.tensorflow.output import origins_of
 from smdistributed.modelparallel.tensorflow.partitioning.delayed_initialization import handle_of
 from smdistributed.modelparallel.tensorflow.runtime import agreement
 from smdistributed.modelparallel.tensorflow.state import state
-from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker, fits
+from smdistributed.modelparallel.tensorflow.tracing.gradient_tracking import GradientTracker, can_be_gradient
 
 
 def get_gradients(loss: tf.Tensor, params: Any) -> list[Any]:
@@ -48,7 +48,7 @@ def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracke
     pairs = [(value, variable) for value, variable in found if value is not None]
     return (
         bool(pairs)
-        and all(fits(value, variable) for value, variable in pairs)
+        and all(can_be_gradient(value, variable) for value, variable in pairs)
         and all(id(handle_of(variable)) in gradient_tracker.variables_of(value) for value, variable in pairs)
     )
 

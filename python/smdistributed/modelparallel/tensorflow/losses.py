@@ -196,7 +196,7 @@ def _adapt_older() -> None:
 
     parts: list[tf.Tensor] = []
 
-    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def recording_valid_part(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
             if _current is None or mask is None or reduction not in _MEANS:
@@ -221,7 +221,7 @@ def _adapt_older() -> None:
 
         return compute_weighted_loss
 
-    module.apply_valid_mask = noting(module.apply_valid_mask)
+    module.apply_valid_mask = recording_valid_part(module.apply_valid_mask)
     module.compute_weighted_loss = adding(module.compute_weighted_loss)
 
 

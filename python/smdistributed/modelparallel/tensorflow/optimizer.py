@@ -50,7 +50,7 @@ def install() -> None:
                 _adapt(base)
     scaling: Any = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
     if scaling is not None and not hasattr(scaling._is_all_finite, "_smp_original"):
-        scaling._is_all_finite = _everywhere(scaling._is_all_finite)
+        scaling._is_all_finite = _finite_on_all_partitions(scaling._is_all_finite)
 
 
 def _adapt(base: type) -> None:
@@ -63,9 +63,9 @@ def _adapt(base: type) -> None:
         # The name of `build` in the older optimizers of Keras 2.
         "_create_all_weights": _for_the_whole,
         # Methods of Keras 3 that check whether gradients are finite, and that scale a loss.
-        "check_finite": _everywhere,
+        "check_finite": _finite_on_all_partitions,
         "scale_loss": _built_before,
-        "finalize_variable_values": ema.around,
+        "finalize_variable_values": ema.limited_to_partition,
     }
     for kind in (base, *_derived(base)):
         for name, adapted in around.items():
@@ -130,7 +130,7 @@ def _built_before(plain: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss
 
 
-def _everywhere(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _finite_on_all_partitions(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a check so that it returns whether gradients are finite on all partitions."""
 
     @functools.wraps(plain)
@@ -190,7 +190,7 @@ def _of_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables
         if variables is None:
-            variables = optimizer_variables.here(self)
+            variables = optimizer_variables.local_variables(self)
         if variables is None:
             return plain(self, grads)
         with _update(self, list(grads), list(variables)) as ready:
@@ -217,7 +217,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any]) -> Itera
     if state.trace is not None and state.trace.is_current() and len(state.groups.members["pp"]) > 1:
         raise SMPUsageError(
             "an optimizer updates variables in the body of a `smp.step` function: return the gradients, and apply "
-            "what their `accumulate()` gives outside"
+            "the result of their `accumulate()` outside"
         )
     if id(optimizer) in _updating or not _are_of_the_model(variables):
         yield gradients, variables
@@ -275,8 +275,8 @@ def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if getattr(optimizer, "gradient_accumulation_steps", None) and optimizer.global_clipnorm is not None:
         raise SMPUnsupportedError(
-            f"`gradient_accumulation_steps` of `{name}` clips what it has accumulated, whose norm over all partitions "
-            "is not known then: leave `global_clipnorm` out, or take more microbatches"
+            f"`gradient_accumulation_steps` of `{name}` clips the accumulated gradients by their norm, which is "
+            "not known over all partitions: leave `global_clipnorm` out, or use more microbatches"
         )
 
 
@@ -302,9 +302,10 @@ def _check_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
             with model._smp_all_variables():
                 names = [_path(each) for each in model.variables if id(handle_of(each)) in of]
             raise SMPUsageError(
-                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`: once the model is "
-                "partitioned, `model.trainable_variables` are those of this partition, as are a step's gradients of "
-                "all of them; gradients of some variables are on all partitions, as is `trainable_variables` of a layer"
+                f"the gradient of `{'`, `'.join(names)}` would be applied to `{_path(variable)}`. Once the model is "
+                "partitioned, `model.trainable_variables` contains the variables of this partition only, and gradients "
+                "of all of them are on this partition only. Gradients of some variables, and `trainable_variables` of "
+                "a layer, are on all partitions"
             )
 
 

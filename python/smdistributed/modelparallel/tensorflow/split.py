@@ -45,7 +45,7 @@ def _make_sequence(like: Any, items: list[Any]) -> Any:
 
 def _pieces(tensor: tf.Tensor, name: str, microbatches: int, axis: int, uneven: bool) -> list[tf.Tensor]:
     if tensor.shape.rank is None:
-        raise SMPValidationError(f"`{name}` has no known number of axes: give it one by `input_signature`")
+        raise SMPValidationError(f"the number of axes of `{name}` is unknown: set its shape in `input_signature`")
     if tensor.shape.rank == 0:
         raise SMPValidationError(f"`{name}` has no axis to split: name it in `non_split_inputs`")
     if not -tensor.shape.rank <= axis < tensor.shape.rank:

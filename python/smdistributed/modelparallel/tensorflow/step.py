@@ -369,7 +369,7 @@ def _check_dependence(traced: Trace, wanted: Sequence[Sequence[tf.Tensor]]) -> N
         if label.inside or label.output:
             return
         pending += [tensor.op for tensor in op.inputs]
-    raise SMPUsageError("what a `smp.step` function returns must depend on the result of its `smp.DistributedModel`")
+    raise SMPUsageError("the outputs of a `smp.step` function must depend on the output of its `smp.DistributedModel`")
 
 
 def step(

@@ -251,7 +251,7 @@ class DistributedModel(nn.Module):
             partition_file.write(cfg.partition_file, decision)
         device, replaced = current_device(), {}
         if groups.sharding is None or groups.pp_group is not None:
-            replaced = materialize.settle(self.module, placement, groups.rank_in("pp"), device, placement.shared)
+            replaced = materialize.materialize(self.module, placement, groups.rank_in("pp"), device, placement.shared)
         if groups.sharding is not None:
             assert groups.slice_sharding is not None
             self.sharded, sharded = shard_model(self.module, groups.sharding, groups.slice_sharding, cfg, device)

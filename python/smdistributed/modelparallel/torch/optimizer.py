@@ -458,7 +458,5 @@ def _sharded_model() -> ShardedModel | None:
 
 def _model() -> Any:
     if state.model is None:
-        raise SMPUsageError(
-            "the names of an optimizer's parameters are those of a `smp.DistributedModel`: there is none"
-        )
+        raise SMPUsageError("parameter names of an optimizer come from a `smp.DistributedModel`: create one first")
     return state.model

@@ -9,14 +9,14 @@ use crate::checkpoint::staging::Staging;
 use crate::error::Code;
 
 /// Every file below a folder with its bytes, every folder and every link.
-fn picture(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut all = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let found = path.symlink_metadata().unwrap();
         if found.is_dir() {
             all.insert(path.clone(), b"a folder".to_vec());
-            all.extend(picture(&path));
+            all.extend(snapshot(&path));
         } else if found.is_symlink() {
             all.insert(path.clone(), fs::read_link(&path).unwrap().into_os_string().into_encoded_bytes());
         } else {
@@ -103,22 +103,22 @@ fn only_a_checkpoint_of_the_same_kind_is_replaced() {
         let folder = TestFolder::new();
         plant(&folder.0, &folder.0.join("mine"));
         fs::write(folder.0.join("other.txt"), "beside it").unwrap();
-        let before = picture(&folder.0);
+        let before = snapshot(&folder.0);
         let text = save(&folder.0, "mine", 2, &[whole(&tensors)]).expect_err(words).text();
         assert!(text.contains(words) && text.contains("/mine`"), "{words}: {text}");
-        assert_eq!(picture(&folder.0), before, "{words}");
+        assert_eq!(snapshot(&folder.0), before, "{words}");
     }
     for kind in [CheckpointKind::Partial, CheckpointKind::Full] {
         let folder = TestFolder::new();
         save(&folder.0, "mine", 1, &[whole(&tensors[..1])]).unwrap();
         fs::write(folder.0.join("text"), "a text").unwrap();
         fs::write(folder.0.join("user_content_new"), "a text").unwrap();
-        let before = picture(&folder.0);
+        let before = snapshot(&folder.0);
         assert!(open(&folder.0, "mine", kind).is_err());
         assert!(open(&folder.0, "text", kind).is_err());
         assert_eq!(open(&folder.0, "new", kind).is_ok(), kind == CheckpointKind::Partial);
         if kind == CheckpointKind::Full {
-            assert_eq!(picture(&folder.0), before);
+            assert_eq!(snapshot(&folder.0), before);
         }
     }
 }
@@ -251,12 +251,12 @@ fn only_names_that_saves_give_are_removed() {
     for name in [".one.0123456789abcdef", ".cache", ".x.123.smd-attempt"] {
         fs::create_dir(folder.0.join(name)).unwrap();
     }
-    let mut expected = picture(&folder.0);
+    let mut expected = snapshot(&folder.0);
     clean(&folder.0).unwrap();
     for name in ["rank-00000.status", "data/rank-00000-0.safetensors"] {
         expected.remove(&attempt.join(name));
     }
-    assert_eq!(picture(&folder.0), expected);
+    assert_eq!(snapshot(&folder.0), expected);
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn a_failing_rank_removes_its_files_and_reports_at_once() {
     let folder = TestFolder::new();
     let tensors = model();
     save(&folder.0, "one", 1, &[whole(&tensors)]).unwrap();
-    let before = picture(&folder.0);
+    let before = snapshot(&folder.0);
     let good = whole(&tensors);
     // Rank 1 has the same tensor twice.
     let bad = held(&[(&tensors[0], Slice::whole(&[7])), (&tensors[0], Slice::whole(&[7]))]);
@@ -292,7 +292,7 @@ fn a_failing_rank_removes_its_files_and_reports_at_once() {
         assert!(texts[1].contains(cause), "{texts:?}");
         assert!([0, 2].iter().all(|&rank| texts[rank].contains(&format!("rank 1: {}", texts[1]))), "{texts:?}");
         savers.iter().for_each(|saver| saver.discard().unwrap());
-        assert_eq!(picture(&folder.0), before);
+        assert_eq!(snapshot(&folder.0), before);
     }
 }
 

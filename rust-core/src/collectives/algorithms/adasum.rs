@@ -62,7 +62,7 @@ fn combine(output: &TensorView, theirs: *const u8) {
                     std::slice::from_raw_parts(theirs.cast::<$type>(), output.elems()),
                 )
             };
-            mix(ours, theirs, $widen, $narrow)
+            combine_values(ours, theirs, $widen, $narrow)
         }};
     }
     if output.elems() == 0 {
@@ -77,7 +77,7 @@ fn combine(output: &TensorView, theirs: *const u8) {
     }
 }
 
-fn mix<T: Copy>(ours: &mut [T], theirs: &[T], widen: fn(T) -> f64, narrow: fn(f64) -> T) {
+fn combine_values<T: Copy>(ours: &mut [T], theirs: &[T], widen: fn(T) -> f64, narrow: fn(f64) -> T) {
     let (mut dot, mut our_norm, mut their_norm) = (0.0, 0.0, 0.0);
     for (one, other) in ours.iter().zip(theirs) {
         let (one, other) = (widen(*one), widen(*other));
@@ -100,7 +100,7 @@ mod tests {
     fn parallel_vectors_are_averaged_and_orthogonal_ones_added() {
         let mixed = |ours: &[f32], theirs: &[f32]| {
             let mut ours = ours.to_vec();
-            mix(&mut ours, theirs, f64::from, |value| value as f32);
+            combine_values(&mut ours, theirs, f64::from, |value| value as f32);
             ours
         };
         assert_eq!(mixed(&[2.0, 0.0], &[4.0, 0.0]), [3.0, 0.0]);

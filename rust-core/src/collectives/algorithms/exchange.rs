@@ -20,11 +20,11 @@ const STREAM_BYTES: usize = 8 << 20;
 /// The blocks that one member sends and receives.
 struct ExchangePlan<'a> {
     /// The blocks that it sends: one for all members, or one for each.
-    gives: ExchangeInput<'a>,
-    /// Its own block: source and destination.
+    sends: ExchangeInput<'a>,
+    /// Own block: source and destination.
     own: Option<(TensorView, TensorView)>,
     /// The destination of the block from each member, which has the size of the sender's block.
-    takes: Vec<Option<TensorView>>,
+    receives: Vec<Option<TensorView>>,
 }
 
 enum ExchangeInput<'a> {
@@ -50,26 +50,27 @@ impl Algorithm for Exchange {
         let each = matches!(call.kind, Kind::Scatter | Kind::AllToAll);
         let chunk = CHUNK_BYTES.min(memory.region_limit());
         let channel = if each { (chunk / size) & !63 } else { chunk };
-        let gets: usize = plan.takes.iter().flatten().map(TensorView::bytes).sum();
-        let take: unsafe fn(*const u8, *mut u8, usize) = if gets >= STREAM_BYTES { stream_unless_same } else { copy };
+        let received: usize = plan.receives.iter().flatten().map(TensorView::bytes).sum();
+        let copy_block: unsafe fn(*const u8, *mut u8, usize) =
+            if received >= STREAM_BYTES { stream_unless_same } else { copy };
         let mut steps = SyncSteps::new(memory, call, group);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
             let region = memory.reserve(if each { size * channel } else { channel });
             let arena = memory.arena(me, region);
-            let give = |to: usize, block: &TensorView| {
+            let publish = |to: usize, block: &TensorView| {
                 let length = block.bytes().saturating_sub(start).min(channel);
                 // SAFETY: the range lies inside the block; the channels fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
                 unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * channel), length) };
             };
-            match plan.gives {
+            match plan.sends {
                 ExchangeInput::Nothing => {}
-                ExchangeInput::All(block) => give(0, &block),
+                ExchangeInput::All(block) => publish(0, &block),
                 ExchangeInput::Each(blocks) => {
                     for (to, block) in blocks.iter().enumerate().filter(|(to, _)| *to != me) {
-                        give(to, block);
+                        publish(to, block);
                     }
                 }
             }
@@ -81,16 +82,16 @@ impl Algorithm for Exchange {
                 let length = from.bytes().saturating_sub(start).min(channel);
                 let (from, to) = (from.ptr().wrapping_add(start), to.ptr().wrapping_add(start));
                 // SAFETY: validation ensured equal lengths; they are the same memory or do not overlap.
-                unsafe { take(from, to, length) };
+                unsafe { copy_block(from, to, length) };
             }
             for from in (1..size).map(|distance| (me + distance) % size) {
-                let Some(block) = &plan.takes[from] else { continue };
+                let Some(block) = &plan.receives[from] else { continue };
                 let length = block.bytes().saturating_sub(start).min(channel);
                 let lane_start = if each { me * channel } else { 0 };
                 // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
                 // sender's part of this phase (SHM-1).
                 unsafe {
-                    take(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
+                    copy_block(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
                 }
             }
             start += channel;
@@ -130,7 +131,7 @@ fn plan(request: &Request, me: usize, size: usize) -> ExchangePlan<'_> {
     let takes_all = |outputs: &[TensorView]| outputs.iter().copied().map(Some).collect();
     let takes_one = |root: usize, output| (0..size).map(|rank| (rank == root).then_some(output)).collect();
     let none = || vec![None; size];
-    let (gives, own, takes) = match request {
+    let (sends, own, receives) = match request {
         Request::Broadcast { data, root } if *root == me => (ExchangeInput::All(*data), None, none()),
         Request::Broadcast { data, root } => (ExchangeInput::Nothing, None, takes_one(*root, *data)),
         Request::AllGather { input, outputs } => {
@@ -149,5 +150,5 @@ fn plan(request: &Request, me: usize, size: usize) -> ExchangePlan<'_> {
         }
         _ => (ExchangeInput::Nothing, None, none()),
     };
-    ExchangePlan { gives, own, takes }
+    ExchangePlan { sends, own, receives }
 }

@@ -10,7 +10,7 @@ use crate::collectives::rows::rows_for;
 use crate::error::{Error, Result};
 
 /// Arrives with `call`, compares, and returns how many rows each member has for this one.
-pub(in crate::collectives) fn tell(call: &Call, group: &Group<'_>) -> Result<Vec<usize>> {
+pub(in crate::collectives) fn gather_rows(call: &Call, group: &Group<'_>) -> Result<Vec<usize>> {
     let (me, size) = (group.members.me, group.members.size());
     let Some(memory) = group.memory else {
         agree_without_memory(call, group)?;

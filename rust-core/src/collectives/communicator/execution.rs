@@ -36,7 +36,7 @@ impl GroupState {
     pub(super) fn rows(&self, request: &Request, call: &Call, timeout: Option<Duration>) -> Result<()> {
         let mut rows = Vec::new();
         self.enter(call, timeout, |group| {
-            rows = algorithms::sizes::tell(call, group)?;
+            rows = algorithms::sizes::gather_rows(call, group)?;
             Ok(())
         })?;
         match rows::settle(request, &rows) {
@@ -61,7 +61,7 @@ impl GroupState {
         };
         let mut rows = Vec::new();
         self.enter(&call, timeout, |group| {
-            rows = algorithms::sizes::tell(&call, group)?;
+            rows = algorithms::sizes::gather_rows(&call, group)?;
             Ok(())
         })?;
         // On devices, the other members would not notice that this member's outputs cannot be allocated, so a barrier

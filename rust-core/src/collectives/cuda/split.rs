@@ -44,7 +44,7 @@ impl Cuda {
     /// non-negative number.
     ///
     /// # Errors
-    /// Those of `agree`. If NCCL cannot split, that is not an error: the result has no communicator.
+    /// Any error of `agree`. If NCCL cannot split, that is not an error: the result has no communicator.
     pub(in crate::collectives) fn split(
         self: &Arc<Self>,
         color: SplitColor,

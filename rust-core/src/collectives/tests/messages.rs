@@ -56,12 +56,12 @@ enum CancelTime {
     /// it.
     Matched,
     /// A part of the data has arrived.
-    UnderWay,
+    InFlight,
 }
 
 /// Messages of `large` bytes are announced before their data is sent, and take several frames.
 pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) {
-    for when in [CancelTime::Announced, CancelTime::Matched, CancelTime::UnderWay] {
+    for when in [CancelTime::Announced, CancelTime::Matched, CancelTime::InFlight] {
         let pair = Pair::new(make);
         let (first, second, third) = (vec![1; large], vec![2; large], vec![3; large]);
         let mut received = vec![0; large];
@@ -76,21 +76,21 @@ pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) 
                     pair.ends[1].progress();
                 }
             }
-            CancelTime::UnderWay => {
+            CancelTime::InFlight => {
                 matched = Some(pair.recv(7, &mut received));
                 let start = Instant::now();
                 let last = received.as_ptr();
                 // SAFETY: both lie inside of `received`; a value that changes meanwhile is only compared.
-                let came = |at: usize| unsafe { last.add(at).read_volatile() } == 1;
-                while !came(0) && start.elapsed() < LIMIT {
+                let has_arrived = |at: usize| unsafe { last.add(at).read_volatile() } == 1;
+                while !has_arrived(0) && start.elapsed() < LIMIT {
                     pair.ends.iter().for_each(|end| end.progress());
                 }
-                assert!(came(0), "nothing comes");
+                assert!(has_arrived(0), "no data has arrived");
             }
         }
         pair.ends[0].cancel(&cancelled);
         if is_over(&cancelled) {
-            // All of it was on its way: what is cancelled may have been sent.
+            // All bytes were already in flight: a cancelled message may have been sent.
             assert_ne!(when, CancelTime::Announced);
             assert!(pair.drive(LIMIT, || matched.as_ref().is_some_and(is_over)), "{when:?}");
             assert!(received == first);
@@ -124,7 +124,7 @@ pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
     }
     let kept = over();
     assert!((COUNT / 4..COUNT * 5 / 8).contains(&kept), "{kept} of {COUNT} messages are buffered");
-    // They come in order, and every send ends with its receive.
+    // The messages arrive in order, and every send ends with its receive.
     let mut received = [0; BYTES];
     for (number, expected) in data.iter().enumerate() {
         let recv = pair.recv(5, &mut received);

@@ -235,7 +235,7 @@ fn messages_do_not_block_each_other(make: MakeTransports) {
             assert!(expected.is_none_or(|expected| expected.bytes() == memory.bytes()));
         }
         communicator.run(&Request::Barrier).unwrap();
-        // From anybody; equal tags stay in order.
+        // Rank 0 receives from any rank; messages with equal tags stay in order.
         if me == 0 {
             let mut seen = [0u8; 3];
             for _ in 0..2 * 20 {

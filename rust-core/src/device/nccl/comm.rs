@@ -79,7 +79,7 @@ impl Comm {
     /// `check` fails, the communicator is aborted, which makes `body` return.
     ///
     /// # Errors
-    /// Those of `check` and `body`.
+    /// Any error of `check` and `body`.
     pub fn interruptible<T: Send>(
         &self,
         mut check: impl FnMut() -> Result<()>,
@@ -136,7 +136,7 @@ impl Comm {
     /// Runs `body` as an NCCL group: its operations start together and may depend on each other.
     ///
     /// # Errors
-    /// Those of `body`, [`Error::Device`].
+    /// Any error of `body`, [`Error::Device`].
     pub fn group(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let nccl = nccl()?;
         // Held until the group's end: NCCL refers to the communicator until then (NCL-2).

@@ -110,7 +110,13 @@ impl ElasticArgs {
             None => crate::config::ELASTIC_TIMEOUT_SECONDS.seconds()?,
         };
         // More slots than the least are welcome, and worth no wait.
-        Ok(ElasticLimits { first: first.max(least), least, most, resets: self.reset_limit, timeout })
+        Ok(ElasticLimits {
+            num_proc: first.max(least),
+            min_num_proc: least,
+            max_num_proc: most,
+            reset_limit: self.reset_limit,
+            timeout,
+        })
     }
 
     /// The time for which hosts are not used after a worker failed there.

@@ -27,13 +27,13 @@ const REPEAT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub struct ElasticLimits {
     /// Number of slots of the first session.
-    pub first: usize,
+    pub num_proc: usize,
     /// Smallest number of slots with which training continues.
-    pub least: usize,
+    pub min_num_proc: usize,
     /// Largest number of slots that are used.
-    pub most: usize,
+    pub max_num_proc: usize,
     /// Largest number of sessions after the first.
-    pub resets: Option<usize>,
+    pub reset_limit: Option<usize>,
     /// Time limit of waits (DRV-4).
     pub timeout: Duration,
 }
@@ -55,7 +55,7 @@ struct Worker {
     id: WorkerId,
     place: WorkerSlot,
     state: WorkerState,
-    /// It has been in a session, so it has training state.
+    /// Whether the worker has been in a session, so that it has training state.
     is_old: bool,
 }
 
@@ -64,23 +64,23 @@ struct Worker {
 pub enum WorkerAction {
     /// Start a process.
     Start {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
-        /// Its host and slot.
+        /// Host and slot.
         place: WorkerSlot,
-        /// Its expected rank.
+        /// Expected rank.
         rank: usize,
         /// Expected number of ranks.
         size: usize,
     },
     /// End a process.
     Stop {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
     },
     /// Tell a waiting worker that it has been removed from the job.
     Remove {
-        /// Its id.
+        /// Id.
         worker: WorkerId,
     },
     /// Begin a session.
@@ -164,7 +164,7 @@ impl Driver {
     }
 
     /// A worker asks for a place in the next session.
-    pub fn entered(&mut self, id: WorkerId, now: Instant) {
+    pub fn worker_ready(&mut self, id: WorkerId, now: Instant) {
         self.enter(id, WorkerState::Waiting);
         self.settle(now);
     }
@@ -178,7 +178,7 @@ impl Driver {
     }
 
     /// A worker has ended: with success, or as `failure` says. `jitter`, 0 to 1, spreads the ends of bans.
-    pub fn ended(&mut self, id: WorkerId, failure: Option<String>, jitter: f64, now: Instant) {
+    pub fn worker_ended(&mut self, id: WorkerId, failure: Option<String>, jitter: f64, now: Instant) {
         let Some(index) = self.workers.iter().position(|worker| worker.id == id) else { return };
         let worker = self.workers.remove(index);
         match failure {
@@ -268,8 +268,8 @@ impl Driver {
         if self.succeeded {
             return self.finish_job();
         }
-        let places = self.hosts.places(self.limits.most);
-        let needed = if self.sessions == 0 { self.limits.first } else { self.limits.least };
+        let places = self.hosts.places(self.limits.max_num_proc);
+        let needed = if self.sessions == 0 { self.limits.num_proc } else { self.limits.min_num_proc };
         if let Some(why) = self.stop_reason(&places, needed, now) {
             return self.end(JobOutcome::Failed(why));
         }
@@ -393,7 +393,7 @@ impl Driver {
             return;
         }
         self.waiting_since = None;
-        if self.sessions > self.limits.resets.unwrap_or(usize::MAX) {
+        if self.sessions > self.limits.reset_limit.unwrap_or(usize::MAX) {
             let limit = self.sessions - 1;
             return self
                 .end(JobOutcome::Failed(format!("number of resets during elastic job exceeded limit: {limit}")));

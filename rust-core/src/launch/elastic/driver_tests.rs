@@ -9,7 +9,8 @@ struct TestJob {
 impl TestJob {
     fn new(first: usize, least: usize, most: usize) -> Self {
         let timeout = Duration::from_secs(60);
-        let limits = ElasticLimits { first, least, most, resets: None, timeout };
+        let limits =
+            ElasticLimits { num_proc: first, min_num_proc: least, max_num_proc: most, reset_limit: None, timeout };
         Self { driver: Driver::new(limits, HostPool::new(None)), now: Instant::now() }
     }
 
@@ -19,17 +20,17 @@ impl TestJob {
     }
 
     fn enter(&mut self, ids: &[WorkerId]) -> Vec<WorkerAction> {
-        ids.iter().for_each(|id| self.driver.entered(*id, self.now));
+        ids.iter().for_each(|id| self.driver.worker_ready(*id, self.now));
         self.driver.take_actions()
     }
 
     fn fail(&mut self, id: WorkerId) -> Vec<WorkerAction> {
-        self.driver.ended(id, Some("killed".to_owned()), 0.0, self.now);
+        self.driver.worker_ended(id, Some("killed".to_owned()), 0.0, self.now);
         self.driver.take_actions().into_iter().filter(|action| !matches!(action, WorkerAction::Log(_))).collect()
     }
 
     fn end(&mut self, id: WorkerId) -> Vec<WorkerAction> {
-        self.driver.ended(id, None, 0.0, self.now);
+        self.driver.worker_ended(id, None, 0.0, self.now);
         self.driver.take_actions()
     }
 
@@ -196,7 +197,7 @@ fn new_workers_wait_as_long_as_a_session_goes_well() {
 #[test]
 fn resets_have_a_limit() {
     let mut job = TestJob::new(2, 1, 2);
-    job.driver.limits.resets = Some(1);
+    job.driver.limits.reset_limit = Some(1);
     job.hosts("a:1\nb:1\nc:1");
     job.enter(&[0, 1]);
     job.fail(1);
@@ -264,18 +265,18 @@ fn every_order_of_events_keeps_the_invariants() {
                     let found = format!("a:{}\nb:{}\nc:1", draw(3), draw(3));
                     job.driver.discovered(parse(&found, None).unwrap(), now);
                 }
-                1..=4 => pick(draw(64), &live).into_iter().for_each(|id| job.driver.entered(id, now)),
+                1..=4 => pick(draw(64), &live).into_iter().for_each(|id| job.driver.worker_ready(id, now)),
                 5 if step > 100 => {
                     if let Some(id) = pick(draw(64), &live) {
                         live.retain(|other| *other != id);
-                        job.driver.ended(id, draw(2).eq(&0).then(|| "killed".to_owned()), 0.5, now);
+                        job.driver.worker_ended(id, draw(2).eq(&0).then(|| "killed".to_owned()), 0.5, now);
                     }
                 }
                 6 => {
                     if let Some(id) = pick(draw(64), &stopped) {
                         live.retain(|other| *other != id);
                         stopped.retain(|other| *other != id);
-                        job.driver.ended(id, None, 0.5, now);
+                        job.driver.worker_ended(id, None, 0.5, now);
                     }
                 }
                 _ => _ = job.driver.tick(now),

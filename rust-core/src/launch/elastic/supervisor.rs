@@ -147,7 +147,7 @@ impl ElasticSupervisor {
         loop {
             let now = Instant::now();
             let next = [self.driver.tick(now), self.discovery.next(), self.next_deadline()].into_iter().flatten().min();
-            self.act();
+            self.perform_actions();
             if let Some(outcome) = self.driver.outcome() {
                 return Ok(outcome.clone());
             }
@@ -203,7 +203,7 @@ impl ElasticSupervisor {
             let now = Instant::now();
             match event {
                 JobEvent::Entered(name) => match id(&name).filter(|id| self.workers.contains_key(id)) {
-                    Some(id) => self.driver.entered(id, now),
+                    Some(id) => self.driver.worker_ready(id, now),
                     None => self.server.remove(&name, GIVEN_UP),
                 },
                 JobEvent::Withdrew(name) => id(&name).into_iter().for_each(|id| self.driver.withdrawn(id, now)),
@@ -237,7 +237,7 @@ impl ElasticSupervisor {
             let Some(worker) = self.workers.remove(&id) else { continue };
             let failure = (!exit.success()).then(|| describe(&worker, exit));
             self.release(worker);
-            self.driver.ended(id, failure, jitter(), Instant::now());
+            self.driver.worker_ended(id, failure, jitter(), Instant::now());
         }
         Ok(())
     }
@@ -282,13 +282,13 @@ impl ElasticSupervisor {
         let _ = self.printer.log(text);
     }
 
-    fn act(&mut self) {
+    fn perform_actions(&mut self) {
         for action in self.driver.take_actions() {
             match action {
                 WorkerAction::Start { worker, place, rank, size } => match self.start(worker, &place, rank, size) {
                     Ok(started) => drop(self.workers.insert(worker, started)),
                     // The worker could not be started here; other hosts may succeed.
-                    Err(error) => self.driver.ended(worker, Some(error.text()), jitter(), Instant::now()),
+                    Err(error) => self.driver.worker_ended(worker, Some(error.text()), jitter(), Instant::now()),
                 },
                 WorkerAction::Stop { worker } => self.end_at(worker, Instant::now(), Signal::TERM),
                 WorkerAction::Remove { worker } => {

@@ -542,7 +542,7 @@ impl Machine {
             }
             return;
         }
-        let (warning, failure) = self.stall.judge(report, self.tree.size, &self.ranks, now);
+        let (warning, failure) = self.stall.decide(report, self.tree.size, &self.ranks, now);
         let tell = if failure.is_some() { NegotiationAction::Blame } else { NegotiationAction::Warn };
         actions.extend(warning.map(tell));
         if let Some(failure) = failure {

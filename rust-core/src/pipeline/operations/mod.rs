@@ -42,7 +42,7 @@ pub struct ResultSpec {
     /// Size in bytes; unknown dimensions count as one.
     pub bytes: u64,
     /// Why it cannot be sent between ranks (its kind of tensor); `None` if it can.
-    pub stays: Option<String>,
+    pub not_transferable: Option<String>,
 }
 
 /// The kind of an operation.
@@ -71,13 +71,13 @@ pub struct Operation {
     /// Results that it uses.
     pub inputs: Vec<Output>,
     /// Control dependencies: operations whose effects it waits for.
-    pub waits: Vec<usize>,
-    /// Its results.
+    pub control_inputs: Vec<usize>,
+    /// Results.
     pub outputs: Vec<ResultSpec>,
     /// Variables that it uses.
     pub variables: Vec<usize>,
     /// Whether the model's call created it.
-    pub inside: bool,
+    pub in_model: bool,
     /// The layer whose call created it, and the number of that call.
     pub layer: Option<(usize, usize)>,
     /// The partition that the script requests for it.
@@ -85,7 +85,7 @@ pub struct Operation {
     /// For an operation of a backward: the operation whose gradient it is a part of. That may itself be part of a
     /// gradient, so this is a chain.
     pub gradient_of: Vec<usize>,
-    /// Its position in the order of creation, which may be after operations that use its results.
+    /// Position in the order of creation, which may be after operations that use its results.
     pub created: usize,
     /// Whether it must run even if no operation uses its results.
     pub has_effect: bool,
@@ -133,7 +133,7 @@ impl Operations {
                     consumers[taken.operation].push(number);
                 }
             }
-            if let Some(other) = operation.waits.iter().find(|&&other| other >= number) {
+            if let Some(other) = operation.control_inputs.iter().find(|&&other| other >= number) {
                 return bad(format!("waits for operation {other}, which comes after it"));
             }
             if let Some(other) = operation.gradient_of.iter().find(|&&other| other >= operations.len()) {
@@ -166,24 +166,24 @@ impl Operations {
     /// Operations that must come before one: those whose results it uses and those whose effects it waits for.
     pub fn before(&self, operation: usize) -> impl Iterator<Item = usize> + '_ {
         let operation = &self.operations[operation];
-        operation.inputs.iter().map(|taken| taken.operation).chain(operation.waits.iter().copied())
+        operation.inputs.iter().map(|taken| taken.operation).chain(operation.control_inputs.iter().copied())
     }
 
     /// Whether it belongs to the model's forward: it was created in the model's call, or added later for operations
     /// of that call. The latter are lists in which a loop saves values for its gradient; they are computed with the
     /// loop.
     pub fn is_of_model(&self, operation: usize) -> bool {
-        self.operations[operation].inside || self.given_later[operation]
+        self.operations[operation].in_model || self.given_later[operation]
     }
 
     fn find_given_later(&self) -> Vec<bool> {
         let mut found = vec![false; self.operations.len()];
         for (number, operation) in self.operations.iter().enumerate().rev() {
-            found[number] = !operation.inside
+            found[number] = !operation.in_model
                 && operation.role != OperationRole::Input
                 && self.consumers[number].iter().any(|&consumer| {
                     found[consumer]
-                        || self.operations[consumer].inside && self.operations[consumer].created < operation.created
+                        || self.operations[consumer].in_model && self.operations[consumer].created < operation.created
                 });
         }
         found

@@ -111,7 +111,7 @@ impl Segments<'_> {
         // A result, or an operation whose effects the segment waits for.
         let before = |operations: &[usize]| {
             let inputs = self.inputs_of(operations).into_iter().map(|taken| (taken.operation, Some(taken)));
-            let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
+            let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].control_inputs);
             inputs.chain(waits.map(|&other| (other, None))).collect::<Vec<_>>()
         };
         let mut pending = before(&self.segments[number].operations);
@@ -154,7 +154,10 @@ impl Segments<'_> {
         let mut way = vec![*waiting.first_key_value()?.0];
         loop {
             let last = way[way.len() - 1];
-            let next = before[&last].iter().find(|each| waiting.contains_key(each)).expect("it waits for somebody");
+            let next = before[&last]
+                .iter()
+                .find(|each| waiting.contains_key(each))
+                .expect("a waiting operation waits for another one");
             if let Some(start) = way.iter().position(|each| each == next) {
                 return Some(way[start..].iter().map(|&(segment, _)| segment).collect());
             }
@@ -200,7 +203,7 @@ impl Segments<'_> {
                 OperationPlace::On(partition) => format!(" on {partition}"),
             };
             let (inputs, outputs) = (inputs.join(", "), outputs.join(", "));
-            let waits: String = operation.waits.iter().map(|other| format!(" after %{other}")).collect();
+            let waits: String = operation.control_inputs.iter().map(|other| format!(" after %{other}")).collect();
             lines.push(format!("%{number}: {}({inputs}) -> {outputs}{place}{waits}", operation.kind));
         }
         for (rank, outputs) in self.wanted.iter().enumerate() {

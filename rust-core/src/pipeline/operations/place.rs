@@ -141,7 +141,7 @@ impl OperationPlacement {
         if let Some(partition) = if draws { home().or(requested) } else { requested.or_else(home) } {
             return OperationPlace::On(partition);
         }
-        if operation.inside
+        if operation.in_model
             && let Some((_, call)) = operation.layer
         {
             // All operations of a layer call are in one place: that of the call's last operand.
@@ -152,7 +152,7 @@ impl OperationPlacement {
                 if last == OperationPlace::All && varies() { OperationPlace::On(0) } else { last }
             });
         }
-        if operation.assigns && !(operation.inside && draws) {
+        if operation.assigns && !(operation.in_model && draws) {
             // A variable that every rank has, such as that of a metric.
             return OperationPlace::All;
         }
@@ -163,8 +163,8 @@ impl OperationPlacement {
         let operands = || operation.inputs.iter().map(|taken| taken.operation);
         let of_model = operands().filter(|&other| self.is_forward(operations, other));
         match (self.last(of_model), self.last(operands())) {
-            (OperationPlace::On(partition), _) if !operation.inside => OperationPlace::On(partition),
-            (_, OperationPlace::All) if operation.inside && varies(operations, number) => OperationPlace::On(0),
+            (OperationPlace::On(partition), _) if !operation.in_model => OperationPlace::On(partition),
+            (_, OperationPlace::All) if operation.in_model && varies(operations, number) => OperationPlace::On(0),
             (_, last) => last,
         }
     }
@@ -208,7 +208,7 @@ fn varies(operations: &Operations, number: usize) -> bool {
 /// Operations of layers with a partition (PLACE-1).
 fn requested(operations: &Operations, homes: &ModuleRanks, number: usize) -> Option<usize> {
     let operation = &operations.all()[number];
-    match (operation.inside, homes.default, operation.layer) {
+    match (operation.in_model, homes.default, operation.layer) {
         (false, _, _) => None,
         (true, Some(default), _) => Some(operation.requested.unwrap_or(default)),
         (true, None, Some((layer, _))) => homes.layers.get(layer).copied().flatten(),

@@ -213,7 +213,7 @@ impl<'a> Segments<'a> {
 
     /// The segments whose effects `operations`, all of one segment, wait for.
     pub(super) fn waits_of(&self, segment: usize, operations: &[usize]) -> BTreeSet<usize> {
-        let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].waits);
+        let waits = operations.iter().flat_map(|&each| &self.operations.all()[each].control_inputs);
         waits.filter_map(|&other| self.of[other]).filter(|&other| other != segment).collect()
     }
 
@@ -371,7 +371,7 @@ impl<'a> Segments<'a> {
                 let to: Vec<usize> = (0..self.ranks()).filter(|&rank| rank != from).filter(receives).collect();
                 let Some(first) = to.first() else { continue };
                 let producer = &self.operations.all()[operation];
-                if let Some(what) = &producer.outputs[output.index].stays {
+                if let Some(what) = &producer.outputs[output.index].not_transferable {
                     return Err(Error::Unsupported(format!(
                         "`{}:{}`, a tensor {what}, would pass from partition {from} to {first}: put the operations around it \
                          on one partition",

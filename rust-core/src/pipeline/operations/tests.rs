@@ -10,7 +10,7 @@ fn operation(name: &str, inputs: &[usize]) -> Operation {
         name: name.to_owned(),
         kind: name.to_owned(),
         inputs: inputs.iter().map(|&operation| Output { operation, index: 0 }).collect(),
-        outputs: vec![ResultSpec { text: "float32[1024]".to_owned(), bytes: 4096, stays: None }],
+        outputs: vec![ResultSpec { text: "float32[1024]".to_owned(), bytes: 4096, not_transferable: None }],
         flops: 1000,
         ..Operation::default()
     }
@@ -18,7 +18,7 @@ fn operation(name: &str, inputs: &[usize]) -> Operation {
 
 fn in_layer(name: &str, inputs: &[usize], layer: usize, call: usize, variables: &[usize]) -> Operation {
     let layer = Some((layer, call));
-    Operation { inside: true, layer, variables: variables.to_vec(), ..operation(name, inputs) }
+    Operation { in_model: true, layer, variables: variables.to_vec(), ..operation(name, inputs) }
 }
 
 fn variables(count: usize) -> Vec<Variable> {
@@ -128,11 +128,11 @@ fn random_numbers_and_effects_of_layers_run_on_one_rank() {
     // Noise that a layer adds to the model's input, and a message that the model prints.
     rows.push(Operation { has_effect: true, ..in_layer("noise", &[], 3, 3, &[]) });
     rows.push(in_layer("noisy", &[0, 10], 3, 3, &[]));
-    rows.push(Operation { inside: true, has_effect: true, ..operation("print", &[0]) });
+    rows.push(Operation { in_model: true, has_effect: true, ..operation("print", &[0]) });
     // A message that the script prints, and a state that all ranks change equally.
     rows.push(Operation { has_effect: true, ..operation("print", &[0]) });
     rows.push(Operation {
-        inside: true,
+        in_model: true,
         has_effect: true,
         assigns: true,
         variables: vec![2],
@@ -255,7 +255,7 @@ fn an_evaluation_has_forwards_only_and_a_step_without_the_model_no_order() {
 #[test]
 fn values_that_cannot_pass_between_ranks_are_reported() {
     let mut rows = chain();
-    rows[2].outputs[0].stays = Some("of type string".to_owned());
+    rows[2].outputs[0].not_transferable = Some("of type string".to_owned());
     let operations = Operations::new(rows, variables(2)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let error = Segments::cut(&operations, &placement, &wanted(), false).unwrap_err();
@@ -270,7 +270,7 @@ fn values_that_cannot_pass_between_ranks_are_reported() {
 fn operations_that_do_not_fit_together_are_refused() {
     let refused = |rows, count| Operations::new(rows, variables(count)).unwrap_err().to_string();
     assert_eq!(refused(vec![operation("a", &[0])], 0), "`a` takes result 0 of operation 0");
-    let waits = Operation { waits: vec![3], ..operation("a", &[]) };
+    let waits = Operation { control_inputs: vec![3], ..operation("a", &[]) };
     assert_eq!(refused(vec![waits], 0), "`a` waits for operation 3, which comes after it");
     assert_eq!(refused(vec![in_layer("a", &[], 0, 0, &[1])], 1), "`a` takes variable 1, which does not exist");
 }
@@ -307,7 +307,7 @@ fn a_variable_is_changed_after_it_has_been_read_and_read_after_it_has_been_chang
     let mut rows = chain();
     rows[3].variables.push(2);
     let assign = Operation { has_effect: true, assigns: true, variables: vec![2], ..operation("assign", &[]) };
-    rows.push(Operation { waits: vec![3], created: 10, ..assign });
+    rows.push(Operation { control_inputs: vec![3], created: 10, ..assign });
     let operations = Operations::new(rows, variables(3)).unwrap();
     let placement = OperationPlacement::new(&operations, &halves()).unwrap();
     let mut segments = Segments::cut(&operations, &placement, &wanted(), false).unwrap();
@@ -332,7 +332,7 @@ fn number_of(segments: &Segments<'_>, operation: usize) -> usize {
 #[test]
 fn other_ranks_receive_signals_of_effects_that_they_wait_for() {
     let mut rows = chain();
-    let print = |waits, row| Operation { has_effect: true, waits, outputs: vec![], ..row };
+    let print = |waits, row| Operation { has_effect: true, control_inputs: waits, outputs: vec![], ..row };
     rows.push(Operation { created: 10, ..print(vec![], in_layer("print", &[1], 0, 0, &[])) });
     rows.push(Operation { created: 11, ..print(vec![10], in_layer("print", &[3], 2, 2, &[])) });
     rows.push(Operation { created: 12, ..print(vec![11], operation("print", &[5])) });
@@ -431,11 +431,11 @@ fn left_undone(
 /// Properties of layers of random steps.
 #[derive(Clone, Copy, Debug)]
 struct RandomLayers {
-    /// It computes no gradient for its input.
+    /// Whether the layer computes no gradient for its input.
     is_first: bool,
-    /// Its gradient uses the shape of its input, on the partition of the producer or of the layer.
+    /// Whether the layer's gradient uses the shape of its input, on the partition of the producer or of the layer.
     shape: Option<bool>,
-    /// It prints.
+    /// Whether the layer prints.
     prints: bool,
     /// The body adds a term to the loss that depends on the layer's variable only.
     penalty: bool,
@@ -461,7 +461,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
         let mut inputs: Vec<Vec<usize>> = vec![Vec::new()];
         let mut printed: Vec<usize> = Vec::new();
         let mut print = |rows: &mut Vec<Operation>, row: Operation| {
-            rows.push(Operation { has_effect: true, outputs: vec![], waits: printed.clone(), ..row });
+            rows.push(Operation { has_effect: true, outputs: vec![], control_inputs: printed.clone(), ..row });
             printed = vec![rows.len() - 1];
         };
         for (number, (_, operands, extras)) in layers.iter().enumerate() {
@@ -514,7 +514,7 @@ fn steps() -> impl Strategy<Value = (Vec<Operation>, Vec<Option<usize>>)> {
             let Some(by_loss) = extras.changes else { continue };
             let inputs = if by_loss { vec![loss] } else { vec![] };
             let waits = (0..rows.len()).filter(|&each| rows[each].variables == [number]).collect();
-            let row = Operation { waits, variables: vec![number], ..operation("assign", &inputs) };
+            let row = Operation { control_inputs: waits, variables: vec![number], ..operation("assign", &inputs) };
             rows.push(Operation { has_effect: true, assigns: true, ..row });
         }
         rows.push(operation("result", &[loss]));

@@ -182,7 +182,7 @@ impl<'a> Scheduler<'a> {
                 && time == now
             {
                 self.events.pop();
-                touched.push(self.happen(event, now));
+                touched.push(self.apply_event(event, now));
             }
         }
     }
@@ -288,7 +288,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Applies an event; returns the rank that may have a runnable task now.
-    fn happen(&mut self, event: ScheduleEvent, now: u64) -> usize {
+    fn apply_event(&mut self, event: ScheduleEvent, now: u64) -> usize {
         match event {
             ScheduleEvent::End(index, kind) => {
                 self.end(index, kind, now);
@@ -311,7 +311,7 @@ impl<'a> Scheduler<'a> {
 
     fn end(&mut self, index: usize, kind: ActionKind, now: u64) {
         let graph = self.graph;
-        let last = *self.kinds_last(index);
+        let last = *self.last_kind(index);
         let stage = &mut self.stages[index];
         stage.ended += usize::from(kind == last);
         match kind {
@@ -336,7 +336,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// The last kind of task of a microbatch in a stage.
-    fn kinds_last(&self, index: usize) -> &'static ActionKind {
+    fn last_kind(&self, index: usize) -> &'static ActionKind {
         self.kinds(self.graph.stage(index).backward).last().expect("every stage has a forward")
     }
 }

@@ -47,7 +47,8 @@ impl Reducer {
     /// rank computed its gradient; otherwise none.
     ///
     /// # Errors
-    /// Those of the communicator. In a round that began with a vote, also an error if the other members do not end it.
+    /// Any error of the communicator. In a round that began with a vote, also an error if the other members do not end
+    /// the round.
     /// [`Reducer::abandon`] must follow.
     pub fn finish(self: &Arc<Self>) -> Result<Option<Vec<bool>>> {
         let missing = self.missing();
@@ -130,7 +131,7 @@ impl Reducer {
     /// `order` come last. Call it between steps. Collective.
     ///
     /// # Errors
-    /// Those of the communicator.
+    /// Any error of the communicator.
     pub fn follow_order(&self, mut order: Vec<usize>) -> Result<()> {
         let layout = self.settle()?.layout.clone();
         let mut rest: Vec<bool> = vec![true; self.params.len()];

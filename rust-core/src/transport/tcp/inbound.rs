@@ -30,8 +30,8 @@ const READ_BATCH: usize = 1 << 20;
 pub(super) type Hello = [u64; 3];
 const HELLO_BYTES: usize = size_of::<Hello>();
 
-/// Parses the payload of a connection's first frame.
-pub(super) fn hello(words: Hello) -> [u8; HELLO_BYTES] {
+/// The payload of a connection's first frame.
+pub(super) fn encode_hello(words: Hello) -> [u8; HELLO_BYTES] {
     let mut bytes = [0; HELLO_BYTES];
     for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *place = word.to_le_bytes();
@@ -185,7 +185,7 @@ impl InboundConnection {
 }
 
 /// Parses the sender from the payload of its first frame.
-pub(super) fn introduction(frame: &TcpFrame) -> Option<Hello> {
+pub(super) fn parse_hello(frame: &TcpFrame) -> Option<Hello> {
     let bytes = frame.buffer.get(frame.start..frame.start + frame.bytes)?;
     let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
     (bytes.len() == HELLO_BYTES).then(|| words.try_into().ok()).flatten()

@@ -117,7 +117,7 @@ impl Service {
             self.accept();
         }
         self.expire(now, shared);
-        self.judge(now);
+        self.check_losses(now);
         self.refusals.summarize(now);
         true
     }
@@ -272,7 +272,7 @@ impl Service {
     fn open(&mut self, token: Token, rank: usize, line: OutboundConnection, shared: &TcpState) {
         self.connections.insert(token, TcpConnection::Outbound(rank));
         let words = [self.options.session, self.options.rank as u64, rank as u64];
-        let first = inbound::hello(words).to_vec();
+        let first = inbound::encode_hello(words).to_vec();
         let (outcome, admitted) = {
             let mut queue = shared.send_queues[rank].lock();
             (queue.open(line, first), queue.admitted())
@@ -330,7 +330,7 @@ impl Service {
     }
 
     /// Ends the session if no departure explains a lost connection in time.
-    fn judge(&mut self, now: Instant) {
+    fn check_losses(&mut self, now: Instant) {
         let monitor = &self.options.monitor;
         self.losses.retain(|loss| monitor.departure(loss.rank).is_none());
         let Some(loss) = self.losses.iter().find(|loss| loss.judge_at <= now) else { return };
@@ -393,7 +393,7 @@ impl Service {
                 touched.extend(port.filter(|port| !touched.contains(port)));
                 Ok(())
             }
-            None => match inbound::introduction(&frame) {
+            None => match inbound::parse_hello(&frame) {
                 Some([session, from, to])
                     if session == options.session
                         && to == options.rank as u64

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 
-use super::inbound::{Hello, hello};
+use super::inbound::{Hello, encode_hello};
 use super::*;
 use crate::transport::Members;
 use crate::transport::mailbox::Header;
@@ -204,7 +204,7 @@ fn call(end: &Endpoint, words: Option<Hello>) -> (TcpStream, Sealer) {
         Sealer::new(answer.verify(&key, &proof).expect("it knows the secret").send, TagCoverage::WholeFrame);
     if let Some(words) = words {
         let mut frame = Vec::new();
-        sealer.seal(&hello(words), &mut frame);
+        sealer.seal(&encode_hello(words), &mut frame);
         stream.write_all(&frame).unwrap();
     }
     (stream, sealer)

@@ -564,7 +564,7 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
 }
 
 enum FoundServer {
-    /// It knows the job's secret.
+    /// A rendezvous with the job's secret.
     Rendezvous(TcpStream, SessionKeys),
     /// A rendezvous with another secret.
     OtherSecret,

@@ -70,11 +70,11 @@ struct SuspectedRank {
 /// An event for the launcher of an elastic job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
-    /// A worker asks for a rank.
+    /// A worker requests a rank.
     Entered(String),
-    /// Its request is withdrawn: its connection has ended.
+    /// A worker's request is withdrawn, because its connection has ended.
     Withdrew(String),
-    /// Its host does not answer any more: its process may still run, but the job continues without it.
+    /// A worker's host does not answer any more. The process may still run, but the job continues without it.
     Lost {
         /// The worker.
         worker: String,
@@ -189,7 +189,7 @@ impl Job {
     fn enter(&mut self, from: ConnectionId, worker: String) -> Disposition {
         let Some(elastic) = &mut self.elastic else {
             let reason =
-                format!("worker `{worker}` asks for a rank, but ranks come from the launcher's variables here");
+                format!("worker `{worker}` requests a rank, but ranks come from the launcher's variables here");
             self.outbox.push((from, ToClient::Refused { reason }));
             return Disposition::Close;
         };

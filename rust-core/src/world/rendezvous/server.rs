@@ -255,9 +255,9 @@ impl Drop for Server {
 }
 
 enum ConnectionStage {
-    /// It has not proved that it knows the secret.
+    /// The client has not proved that it knows the secret.
     Unauthenticated { challenge: Challenge, answer: Vec<u8> },
-    /// It has proved it.
+    /// The client has proved it.
     Open { sealer: Sealer, opener: Opener },
 }
 
@@ -270,7 +270,7 @@ struct Connection {
     deadline: Option<Instant>,
     out: Vec<u8>,
     sent: usize,
-    /// It is not read any more, and is closed when `out` is sent.
+    /// Whether the connection is not read any more, and is closed when `out` is sent.
     closing: bool,
 }
 

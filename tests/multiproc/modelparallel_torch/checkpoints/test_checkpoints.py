@@ -199,7 +199,7 @@ def _load(folder, partitions, kind, before):
         assert content["name"] == b"\x00x"
         assert torch.equal(content[1, "a"]["mean"], torch.arange(3))
     elif kind == "full":
-        # Without a tag, the newest partial checkpoint is loaded; here is none.
+        # Without a tag, the newest partial checkpoint would be loaded, but the folder has none.
         with pytest.raises(smp.exceptions.SMPCheckpointError, match="pass the `tag`"):
             smp.resume_from_checkpoint(f"{folder}/full")
 

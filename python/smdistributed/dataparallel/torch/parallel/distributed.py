@@ -37,7 +37,7 @@ from smdistributed.dataparallel.torch.parallel import (  # noqa: E402
 )
 from smdistributed.dataparallel.torch.parallel.join import DDPJoinHook  # noqa: E402
 from smdistributed.dataparallel.torch.parallel.precision import MixedPrecision  # noqa: E402
-from smdistributed.dataparallel.torch.parallel.reducer_face import ReducerFace  # noqa: E402
+from smdistributed.dataparallel.torch.parallel.reducer_methods import ReducerMethods  # noqa: E402
 
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 
@@ -369,9 +369,9 @@ class DistributedDataParallel(_TorchDDP):
         return self._reducer.describe_plan()
 
     @property
-    def reducer(self) -> ReducerFace:
+    def reducer(self) -> ReducerMethods:
         """An object with the methods that libraries call on torch's reducer."""
-        return ReducerFace(self)
+        return ReducerMethods(self)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

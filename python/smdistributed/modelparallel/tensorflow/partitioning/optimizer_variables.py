@@ -103,7 +103,7 @@ def _of_all_partitions(variables: Sequence[Any]) -> Sequence[Any]:
     return variables if is_part else [*whole, *others]
 
 
-def here(optimizer: Any) -> list[Any] | None:
+def local_variables(optimizer: Any) -> list[Any] | None:
     """Return the variables that an optimizer updates on this rank; ``None`` if it was built for other variables."""
     model = state.model
     if model is None or not model.is_partitioned or optimizer not in state.optimizers:

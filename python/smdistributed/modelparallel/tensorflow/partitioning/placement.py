@@ -65,7 +65,7 @@ def save(trace: Trace, assignment: PartitionAssignment, config: Config) -> None:
 
 def _automatic(trace: Trace, operations: Operations, config: Config) -> dict[str, int]:
     with errors.translated(_CLASSES):
-        partitions, table = operations.core.divide(
+        partitions, table = operations.core.partition_layers(
             trace.paths,
             partitions=config.partitions,
             memory_weight=config.memory_weight,

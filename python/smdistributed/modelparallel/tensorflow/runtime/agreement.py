@@ -156,7 +156,7 @@ def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Se
     for name, theirs in zip(names, reports, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
             return f"{name} {theirs[0].removeprefix(_FAILURE)}"
-    doing = [_doing(theirs) for theirs in reports]
+    doing = [_activity(theirs) for theirs in reports]
     for name, other in zip(names, doing, strict=True):
         if other != doing[0]:
             return (
@@ -166,7 +166,7 @@ def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Se
     return f"{differ}: {_difference(reports, names)}"
 
 
-def _doing(lines: Sequence[str]) -> str:
+def _activity(lines: Sequence[str]) -> str:
     if len(lines) == 1 and lines[0].startswith(_ACTIVITY):
         return lines[0].removeprefix(_ACTIVITY)
     return "runs a step"

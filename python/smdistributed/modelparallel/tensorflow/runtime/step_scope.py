@@ -3,10 +3,10 @@
 If an operation fails in between, possibly on this rank only, the core tells the other ranks, which wait for its
 results.
 
-- ATT-3: a step begins when all its inputs are computed. An earlier failure, such as an exhausted iterator, does not
+- SCOPE-3: a step begins when all its inputs are computed. An earlier failure, such as an exhausted iterator, does not
   belong to the step. In a function with several steps, operations that only later steps need may fail while an
   earlier one runs.
-- ATT-4: a step's results are available when it has ended. A failure of operations that use them does not belong to
+- SCOPE-4: a step's results are available when it has ended. A failure of operations that use them does not belong to
   the step.
 """
 
@@ -47,11 +47,11 @@ class StepScope:
         with tf.control_dependencies([*after, *made]), tf.device(_HOST):
             ended = core_ops.smd_end_step(step=self._step)
         with tf.control_dependencies([ended]):
-            leaves = [leaf if leaf is None else _again(leaf) for leaf in leaves]
+            leaves = [leaf if leaf is None else _copy(leaf) for leaf in leaves]
         self.begin_op._add_control_inputs([op for op in graph.get_operations() if op.type == "Placeholder"])
         return tf.nest.pack_sequence_as(results, leaves, expand_composites=True)
 
 
-def _again(tensor: tf.Tensor) -> tf.Tensor:
+def _copy(tensor: tf.Tensor) -> tf.Tensor:
     with tf.device(tensor.device or None):
         return tf.identity(tensor)

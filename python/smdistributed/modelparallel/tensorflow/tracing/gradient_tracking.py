@@ -124,7 +124,7 @@ class GradientTracker:
         if not isinstance(value, tf.Tensor | tf.IndexedSlices):
             return None
         of = self.variables_of(value)
-        fitting = [each for each in variables if id(handle_of(each)) in of and fits(value, each)]
+        fitting = [each for each in variables if id(handle_of(each)) in of and can_be_gradient(value, each)]
         if not fitting:
             if of_replicas:
                 self._refuse_other_forms(value, variables)
@@ -136,9 +136,9 @@ class GradientTracker:
         if of_replicas and value.shape.rank != 0:
             names = " or ".join(f"`{underlying(each).name}`" for each in fitting)
             raise SMPUsageError(
-                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which comes from "
-                f"gradients of several variables: replicas cannot tell whether it is the gradient of {names}, of "
-                "which they need the mean; return gradients as a list with one for each of "
+                f"a `smp.step` function returns `{_tensor(value).name}` of shape {value.shape}, which is computed from "
+                f"gradients of several variables. Replicas cannot determine whether it is the gradient of {names}, "
+                "which they would have to average: return gradients as a list with one for each of "
                 "`model.trainable_variables`, and other values in another shape"
             )
         return None
@@ -187,7 +187,7 @@ def _has_shape(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.is_fully_defined()
 
 
-def fits(value: Any, variable: Any) -> bool:
+def can_be_gradient(value: Any, variable: Any) -> bool:
     """Return whether a tensor or slices can be a variable's gradient, which may have been cast."""
     inner = underlying(variable)
     if not isinstance(value, tf.Tensor | tf.IndexedSlices):

@@ -37,15 +37,15 @@ class Operation(NamedTuple):
     name: str
     kind: str
     role: str
-    takes: list[Output]
-    waits: list[int]
-    makes: list[tuple[str, int, str | None]]
+    inputs: list[Output]
+    control_inputs: list[int]
+    outputs: list[tuple[str, int, str | None]]
     variables: list[int]
-    inside: bool
+    in_model: bool
     layer: tuple[int, int] | None
-    asked: int | None
+    requested: int | None
     gradient_of: list[int]
-    made: int
+    created: int
     has_effect: bool
     assigns: bool
     flops: int
@@ -69,13 +69,13 @@ class Operations:
         self.handles = list(distinct.values())
         numbers = {key: number for number, key in enumerate(distinct)}
         self._variables = {name: numbers[id(handle)] for name, handle in inner.items()}
-        made = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
+        created = {op.name: number for number, op in enumerate(trace.graph.get_operations())}
         self._fingerprints = OpFingerprints(trace.graph)
         self._graph = trace.graph
         # For each function by name, whether it draws random numbers.
         self._drawing: dict[str, bool] = {}
         self._of_model = _follows_model(self.ops, trace)
-        rows = [self._row(op, trace.labels[op.name], made[op.name]) for op in self.ops]
+        rows = [self._row(op, trace.labels[op.name], created[op.name]) for op in self.ops]
         self.core = _core.StepOperations(rows, [_variable(handle) for handle in self.handles])
 
     def output(self, tensor: tf.Tensor) -> Output:
@@ -86,8 +86,8 @@ class Operations:
         """Return the tensors of the core's identifiers."""
         return [self.ops[number].outputs[index] for number, index in outputs]
 
-    def _row(self, op: tf.Operation, label: Any, made: int) -> Operation:
-        waits = sorted({self._numbers[each.name] for each in waited_for(op)})
+    def _row(self, op: tf.Operation, label: Any, created: int) -> Operation:
+        control_inputs = sorted({self._numbers[each.name] for each in waited_for(op)})
         variables = [self._variables[each.name] for each in op.inputs if each.name in self._variables]
         # Random operations of the body before the model's call must run on the same rank as those of the model;
         # otherwise the ranks' generators would draw different numbers.
@@ -97,14 +97,14 @@ class Operations:
             op.type + self._fingerprints.of(op),
             _role(op, label.output),
             [self.output(tensor) for tensor in op.inputs],
-            waits,
+            control_inputs,
             [_makes(tensor) for tensor in op.outputs],
             variables,
             label.inside or draws,
             None if label.unit is None else (label.unit, label.call),
             label.partition,
             [self._numbers[each.name] for each in _origins(op) if each.name in self._numbers],
-            made,
+            created,
             has_effect(op) or draws,
             bool(variables) and any(each.name in self._variables for each in get_read_write_resource_inputs(op)[1]),
             _flops(op),
@@ -165,12 +165,12 @@ def waited_for(op: tf.Operation) -> list[tf.Operation]:
     return found
 
 
-def _role(op: tf.Operation, hands_out: bool) -> str:
+def _role(op: tf.Operation, is_model_result: bool) -> str:
     if op.type == "Const":
         return "constant"
     if op.type == "Placeholder":
         return "input"
-    return "hands_out" if hands_out else "computes"
+    return "model_result" if is_model_result else "computes"
 
 
 def _origins(op: tf.Operation) -> list[tf.Operation]:

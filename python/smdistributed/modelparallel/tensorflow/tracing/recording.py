@@ -171,8 +171,8 @@ class Trace:
         label = self._label
         if tf.compat.v1.get_default_graph() is not self.graph and label.partition != index:
             raise SMPPartitionError(
-                f"`smp.partition({index})` inside of a branch or a loop: all of it is on one partition, so the "
-                "context goes around it"
+                f"`smp.partition({index})` inside of a branch or a loop, which runs on one partition as a "
+                "whole: enter the context outside of it"
             )
         with self._labelled(Label(label.inside, label.unit, label.call, index)):
             yield

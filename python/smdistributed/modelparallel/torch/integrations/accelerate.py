@@ -56,7 +56,7 @@ def _divide_data(accelerator: Any) -> None:
     module: Any = sys.modules["accelerate.state"]
     for each in (module.PartialState(), accelerator.state):
         each.num_processes, each.process_index = len(state.groups.members[name]), state.groups.rank_in(name)
-        # It does not communicate itself, since it knows the group of all ranks only.
+        # accelerate must not communicate itself, since it knows the group of all ranks only.
         each.distributed_type = module.DistributedType.NO
     group = CommGroup[f"{name.upper()}_GROUP"]
     accelerator.gather = functools.partial(_gather, group)

@@ -182,8 +182,8 @@ def _warn_of_differences(trainer: Any, inputs: Any, counts: bool) -> None:
     config = getattr(trainer.model, "config", None)
     if getattr(config, "output_router_logits", False):
         warn_once(
-            "the loss that balances experts (`output_router_logits`) is the mean over microbatches: it is not that of "
-            "the whole batch, which one process computes"
+            "the load-balancing loss of the experts (`output_router_logits`) is the mean over microbatches: it differs "
+            "from that of the whole batch, which one process computes"
         )
     if not counts and _are_uneven(inputs.get("labels"), microbatches):
         warn_once(

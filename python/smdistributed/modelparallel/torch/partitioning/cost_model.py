@@ -147,9 +147,9 @@ class Counter(TorchDispatchMode):
         self._parameters: set[int] = set()
         #: Storages to which operations write.
         self.written: set[int] = set()
-        #: Those that are running statistics. Autograd saves them, but the backward does not use them.
+        #: Storages of running statistics. Autograd saves them, but the backward does not use them.
         self.statistics: set[int] = set()
-        #: The tensors to which they write that are not fake, such as those in attributes; ``None`` if not wanted.
+        #: The tensors to which operations write that are not fake, such as those in attributes; ``None`` if not wanted.
         self.written_real: list[torch.Tensor] | None = None
         #: Storages of arguments, and of what operations compute from them or from parameters.
         self._derived: set[int] = set()
@@ -211,7 +211,7 @@ class Counter(TorchDispatchMode):
         """Register an input or output, whose memory belongs to the caller."""
         self._outside.add(self._key(tensor))
 
-    def untouched(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    def unread(self, tensors: Mapping[int, torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the indices of tensors that no operation has read and that share no storage with an output."""
         made = {self._key(output) for output in outputs}
         keys = {place: self._key(tensor) for place, tensor in tensors.items()}

@@ -232,7 +232,7 @@ def _is_needed(hook: Any) -> bool:
 def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
     """Run a module on random values if it cannot run on fake tensors.
 
-    The module then stays in one partition (TRY-1).
+    The module then stays in one partition (PROBE-1).
     """
     original = nn.Module.__call__
 

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParamete
 _BATCH = 32 << 20
 
 
-def settle(
+def materialize(
     root: nn.Module,
     placement: Placement,
     partition: int,

@@ -84,7 +84,7 @@ class _Description(pickle.Pickler):
             # Other classes cannot be imported by the receiver.
             if "<" not in value.__qualname__:
                 return None
-        elif isinstance(value, _CONTAINERS) or kind.__module__.split(".")[0] in _DATA_MODULES or _travels(value):
+        elif isinstance(value, _CONTAINERS) or kind.__module__.split(".")[0] in _DATA_MODULES or _is_decomposed(value):
             return None
         place = self._places.get(id(value))
         if place is None:
@@ -443,7 +443,7 @@ def _broadcast(tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, state.groups.members["pp"][0], state.groups.pp_group)
 
 
-def _travels(value: Any) -> bool:
+def _is_decomposed(value: Any) -> bool:
     """Return whether pickle decomposes this object, although it is not a container."""
     if isinstance(value, types.BuiltinFunctionType):
         return not isinstance(value.__self__, torch.Tensor)

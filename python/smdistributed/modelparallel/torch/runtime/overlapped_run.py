@@ -174,7 +174,7 @@ class OverlappedRun:
         with self._executing():
             if microbatches is not None:
                 # All ranks notice a microbatch that differs after the same body.
-                self._program.grant(self._may_run, microbatches)
+                self._program.allow(self._may_run, microbatches)
             self._program.advance(self._may_run, microbatches)
         if self._num_compared > len(self._microbatches):
             self._end()
@@ -208,7 +208,7 @@ class OverlappedRun:
     def _end(self) -> None:
         if self._is_over:
             return
-        self._program.grant(self._may_run, len(self._microbatches))
+        self._program.allow(self._may_run, len(self._microbatches))
         self._is_over = True
         with self._executing():
             self._program.complete()

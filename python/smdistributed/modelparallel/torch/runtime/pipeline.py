@@ -238,7 +238,7 @@ class Pipeline:
     def adopt(self, recording: Recording, task: Task) -> None:
         """Add the outputs of such a task to the recording as values."""
         mb = self._microbatch(recording)
-        number = mb.stage_graph.adopt(recording.tasks.index(task), task.outputs)
+        number = mb.stage_graph.set_outputs(recording.tasks.index(task), task.outputs)
         if task.rank == self.rank:
             _, tensors = self._unknown
             exports = mb.stage_states[number].exports

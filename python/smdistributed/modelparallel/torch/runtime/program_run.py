@@ -34,7 +34,7 @@ class Program(NamedTuple):
         places = [0] * len(all_actions)
         sent: set[Action] = set()
 
-        def runs(action: Action, limit: int) -> bool:
+        def can_run(action: Action, limit: int) -> bool:
             kind, stage, microbatch, peer = action
             if kind in ("RF", "RB"):
                 assert peer is not None
@@ -47,7 +47,7 @@ class Program(NamedTuple):
             while advanced:
                 advanced = False
                 for each, actions in enumerate(all_actions):
-                    while places[each] < len(actions) and runs(actions[places[each]], limit):
+                    while places[each] < len(actions) and can_run(actions[places[each]], limit):
                         if actions[places[each]][0] in ("SF", "SB"):
                             sent.add(actions[places[each]])
                         places[each] += 1
@@ -93,13 +93,13 @@ class ProgramRun:
         self.place = 0
         self._is_limited = False
         #: Microbatches below this number may run.
-        self._granted = 0
+        self._num_allowed = 0
 
-    def advance(self, grant: Callable[[int], bool], microbatches: int | None = None) -> None:
+    def advance(self, may_run: Callable[[int], bool], microbatches: int | None = None) -> None:
         """Run actions in order, up to the first one of a microbatch that may not run yet.
 
         Args:
-            grant: Called once for each microbatch, in order; returns whether it may run. After ``False`` the next
+            may_run: Called once for each microbatch, in order; returns whether it may run. After ``False`` the next
                 call asks again.
             microbatches: If given, run only what all ranks can run with this number of microbatches.
         """
@@ -107,23 +107,23 @@ class ProgramRun:
         end = len(self._program) if microbatches is None else self._reach[microbatches]
         while self.place < end:
             action = self._program[self.place]
-            while action[2] >= self._granted:
-                if not grant(self._granted):
+            while action[2] >= self._num_allowed:
+                if not may_run(self._num_allowed):
                     return
-                self._granted += 1
+                self._num_allowed += 1
             self._run(self.place, action)
             self.place += 1
 
-    def grant(self, grant: Callable[[int], bool], microbatches: int) -> None:
+    def allow(self, may_run: Callable[[int], bool], microbatches: int) -> None:
         """Request the first ``microbatches`` microbatches, up to one that may not run; run none of them."""
-        while self._granted < microbatches and grant(self._granted):
-            self._granted += 1
+        while self._num_allowed < microbatches and may_run(self._num_allowed):
+            self._num_allowed += 1
 
     def complete(self) -> None:
         """Run the remaining actions of the microbatches that may run; the program ends without the later ones."""
         self._is_limited = False
         for place in range(self.place, len(self._program)):
-            if self._program[place][2] < self._granted:
+            if self._program[place][2] < self._num_allowed:
                 self._run(place, self._program[place])
         self.place = len(self._program)
 
@@ -172,7 +172,7 @@ class ProgramRun:
         max_posted = 0 if self._is_limited else self._max_posted
         while receives and (len(self._posted) < max_posted or receives[0][0] == place):
             at, (kind, number, index, peer) = receives[0]
-            if index >= self._granted:
+            if index >= self._num_allowed:
                 return
             receives.popleft()
             begin = self._executor.receive_forward if kind == "RF" else self._executor.receive_backward

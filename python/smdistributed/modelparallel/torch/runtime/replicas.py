@@ -90,7 +90,7 @@ class Replicas:
         if self._has_rdp_group:
             raise SMPUnsupportedError(
                 "`register_comm_hook()` with `tensor_parallel_degree` above 1: gradients are averaged over two groups, "
-                "and a hook knows one"
+                "but a hook gets one"
             )
         if self._reducer.hook is not None:
             raise SMPUsageError("a communication hook was registered before")
@@ -194,8 +194,8 @@ class Replicas:
             del gradient
             if model.step_run is None:
                 raise SMPUsageError(
-                    "backward of what a `smp.step` function returned, after that function has ended: its gradients "
-                    "would not be reduced over the replicas; call `model.backward` inside of the function"
+                    "backward of an output of a `smp.step` function after that function has ended: the gradients would "
+                    "not be reduced over the replicas; call `model.backward` inside of the function"
                 )
 
         tensor.register_hook(refuse)

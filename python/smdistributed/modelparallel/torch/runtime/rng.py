@@ -54,8 +54,8 @@ class Draw:
         if isinstance(begin, Draw):
             if begin.end is None:
                 raise SMPUnsupportedError(
-                    "the body restores the random state that a task left, and that state is not known here: the task "
-                    "runs later, or ran before it was asked for; set a seed instead"
+                    "the body restores the random state at the end of a task, which is not known here: the task runs "
+                    "later, or ran before the state was requested; set a seed instead"
                 )
             begin = begin.end
         before = None if self.is_sure else self.generator.state()

@@ -83,13 +83,13 @@ class StageGraph:
         #: Values on which a loss depends.
         self._live: set[int] = set()
         self._state_edges = StateEdges()
-        self._core = _core.PipelineLayout()
+        self._core = _core.StageGraph()
 
     def extend(self, tasks: Sequence[Task], start: int, early: bool) -> list[int]:
         """Add the tasks from ``start`` on; return the numbers of the new stages."""
         new = tasks[start:]
         added = self._core.extend([_row(task, self._state_edges.of(task)) for task in new], early)
-        self._look()
+        self._read_stages()
         for task in new:
             self._check_parameters(task)
             self.values += task.outputs
@@ -149,14 +149,14 @@ class StageGraph:
                     f"{value.rank} after the `smp.step` function has changed it in place: change it between steps"
                 )
 
-    def adopt(self, task: int, outputs: Sequence[Value]) -> int:
+    def set_outputs(self, task: int, outputs: Sequence[Value]) -> int:
         """Add the outputs of a task whose output spec was unknown; return its stage."""
         self.values += outputs
         if not self._gradients[task]:
             self.without_graph.update(_trained(outputs))
         for _, results in self._gradients[task]:
             results.extend(_trained(outputs))
-        return self._core.adopt(task, _makes(outputs))
+        return self._core.set_outputs(task, _output_rows(outputs))
 
     def stage_of(self, value: int) -> int:
         """Return the stage that computes a value."""
@@ -167,7 +167,7 @@ class StageGraph:
         self.returned = sorted(set(returned))
         roots = list(roots)
         self._core.finish(roots, self.returned)
-        self._look()
+        self._read_stages()
         self._live = set(roots)
         for links in reversed(self._gradients):
             for inputs, outputs in links:
@@ -243,21 +243,21 @@ class StageGraph:
         """Returns a rank's program for ``microbatches`` microbatches like this one."""
         return self._core.plan(rank, ranks, microbatches, schedule, active_microbatches, memory_bytes)
 
-    def _look(self) -> None:
+    def _read_stages(self) -> None:
         self.stages = [Stage(*row) for row in self._core.stages()]
 
 
 def _row(task: Task, follows: list[int]) -> tuple:
     inputs = [value.index for value in task.inputs if value.parameter is None]
-    cost, makes = cost_model.UNKNOWN_COST, _makes(task.outputs)
+    cost, outputs = cost_model.UNKNOWN_COST, _output_rows(task.outputs)
     if task.output_spec is not None:
         cost = task.output_spec.cost
         if task.output_spec.attributes:
             # The sizes of these values may differ between ranks, and only few are used, so the plan ignores them.
             own, all_ = task.output_spec.results, len(task.output_spec.metas)
-            makes[own:all_] = [(0, wanted) for _, wanted in makes[own:all_]]
+            outputs[own:all_] = [(0, wanted) for _, wanted in outputs[own:all_]]
     return (
-        task.rank, task.level, inputs, follows, makes, (cost.forward, cost.input, cost.weight),
+        task.rank, task.level, inputs, follows, outputs, (cost.forward, cost.input, cost.weight),
         (cost.kept_bytes, cost.waiting_bytes),
     )  # fmt: skip
 
@@ -292,5 +292,5 @@ def _trained(values: Sequence[Value]) -> list[int]:
     return [value.index for value in values if value.parameter is None and value.meta.requires_grad]
 
 
-def _makes(values: Sequence[Value]) -> list[tuple[int, bool]]:
+def _output_rows(values: Sequence[Value]) -> list[tuple[int, bool]]:
     return [(value.meta.bytes, value.meta.requires_grad) for value in values]

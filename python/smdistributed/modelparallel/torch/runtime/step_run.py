@@ -134,7 +134,7 @@ class StepRun:
                 raise
         pipeline = model.pipeline
         if pipeline is not None:
-            pipeline.module_state.end_of_bodies()
+            pipeline.module_state.end_bodies()
         if pipeline is None or len(recordings) != len(calls):
             # If the body has not called the model, the other replicas of a join still wait for this replica's round.
             model.replicas.must_reduce(self.has_backward)

@@ -29,8 +29,8 @@ def check(task: Task, outputs: Sequence[torch.Tensor]) -> None:
 
 def _unexpected_output(task: Task, what: str) -> SMPError:
     text = (
-        f"{task} {what}: what a module on one partition returns, or leaves in its arguments, may depend on the shapes "
-        "and the types of its arguments, and on nothing else"
+        f"{task} {what}: the tensors that a module on one partition returns, or stores in its arguments, may depend "
+        "only on the shapes and the types of its arguments"
     )
     if task.known_spec.observed:
         text += (

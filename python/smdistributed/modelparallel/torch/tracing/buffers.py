@@ -42,11 +42,11 @@ def set_buffer(recording: Recording, module: nn.Module, name: str, tensor: torch
     if type(buffer) is RemoteTensor or (new.meta.shape, new.meta.dtype) != (known.meta.shape, known.meta.dtype):
         raise SMPUsageError(
             f"the forward of a module that is spread over partitions replaces the buffer `{path}`, {known.meta}, "
-            f"by {new.meta}: give the buffer this form before the first step"
+            f"by {new.meta}: give the buffer this shape and dtype before the first step"
         )
     if new.meta.requires_grad:
         raise SMPUsageError(
             f"the forward of a module that is spread over partitions sets the buffer `{path}` to a tensor with a "
-            "graph, which the next microbatch cannot go back through: assign `tensor.detach()`"
+            "graph, through which the next microbatch cannot run backward: assign `tensor.detach()`"
         )
     recording.operation(torch.Tensor.copy_, (buffer, tensor), {})

@@ -54,7 +54,7 @@ class CopyOnWriteTensors:
         self._copied: dict[int, list[tuple[int, Task, torch.Tensor]]] = {}
         #: For each storage, attributes with tensors of it: path, tasks of the microbatch, their number then, tensor.
         self._attributes: dict[int, list[tuple[str, Sequence[Task], int, torch.Tensor]]] = {}
-        #: What checkpoints of the body read, which one process reads again in the next backward.
+        #: Tensors that activation checkpoints of the body read. One process reads them again in the next backward.
         self._checkpointed: list[torch.Tensor | Value] = []
         #: For each checkpoint whose function is running: replicated tensors that it reads, storages that it makes, and
         #: the attributes of modules when it began.

@@ -161,7 +161,7 @@ def describe_result(
     else:
         shape, outputs = pytree.template(result)
     if not all(isinstance(output, torch.Tensor) and output.layout == torch.strided for output in outputs):
-        raise UnknownOutputError("what it returns is not strided")
+        raise UnknownOutputError("it returns an object that is not a strided tensor")
     return shape, outputs, has_effects
 
 
@@ -255,7 +255,7 @@ class OutputSpecs:
                 raise ReadsNumbersError from error
             found, reason = error, "it reads values of tensors"
         except _UNSUPPORTED as error:
-            found, reason = error, f"PyTorch's fake tensors do not support what it calls ({_line(error)})"
+            found, reason = error, f"PyTorch's fake tensors do not support an operation that it calls ({_line(error)})"
         except Exception as error:
             found, reason = error, f"it fails with fake tensors ({type(error).__name__}: {_line(error)})"
         return self._observe(call, args, kwargs, meta_of, is_module, in_containers, found, reason)
@@ -264,7 +264,7 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         found: Exception, reason: str,
     ) -> OutputSpec:  # fmt: skip
-        """Return the output spec of calls with random values (TRY-1)."""
+        """Return the output spec of calls with random values (PROBE-1)."""
         try:
             specs = self._samples(call, args, kwargs, meta_of, is_module, in_containers)
         except UnknownOutputError:
@@ -297,7 +297,7 @@ class OutputSpecs:
         self, call: Any, args: Any, kwargs: Any, meta_of: Any, is_module: bool, in_containers: Sequence[int],
         replicated: bool = False,
     ) -> list[OutputSpec]:  # fmt: skip
-        """Call with several sets of random values; with ``replicated``, replicated tensors keep theirs (TRY-3)."""
+        """Call with several sets of random values; with ``replicated``, replicated tensors keep theirs (PROBE-3)."""
         specs = []
         for sample in range(shape_probe.SAMPLES):
             self._numbers = shape_probe.Numbers(sample, replicated)
@@ -363,7 +363,7 @@ class OutputSpecs:
             for key, tensors in self._remote.items()
             if any(counter.has_read(each) or counter.storage(each) in returned for each in tensors)
         )
-        unread = counter.untouched({place: leaves[place] for place in in_containers}, outputs)
+        unread = counter.unread({place: leaves[place] for place in in_containers}, outputs)
         for each in (*leaves, *outputs):
             counter.outside(each)
         metas = tuple(map(TensorMeta.of, outputs))

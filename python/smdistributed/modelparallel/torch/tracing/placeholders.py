@@ -36,8 +36,8 @@ class UnreadTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         task = next((arg.task for arg in args if isinstance(arg, UnreadTensor)), "a module")
         raise SMPUsageError(
-            f"`{task}` read a tensor of a list or an object that it did not read in an equal call before: what a "
-            "module reads may depend on the shapes and the types of its arguments, and on nothing else"
+            f"`{task}` reads a tensor in a list or an object that an earlier call with equal arguments did not read: "
+            "the tensors that a module reads may depend only on the shapes and the types of its arguments"
         )
 
     @classmethod
@@ -45,5 +45,5 @@ class UnreadTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise SMPUsageError(
-            f"`{func}` reads a tensor that no equal call has read before, so this rank does not have it"
+            f"`{func}` reads a tensor that no earlier call with equal arguments has read, so this rank does not have it"
         )

@@ -238,7 +238,7 @@ class Recording(TorchFunctionMode):
             raise storage_write(getattr(func, "__name__", str(func)))
         if func in READS:
             self.pipeline.fallbacks.note(
-                "read", f"`{func.__name__}` at {call_site()}", partition_of(encoder.inputs), "the body asks for it"
+                "read", f"`{func.__name__}` at {call_site()}", partition_of(encoder.inputs), "the body reads the value"
             )
             real = pytree.transform((args, kwargs), self._fetch_leaf)
             return func(*real[0], **real[1])
@@ -559,7 +559,7 @@ class Recording(TorchFunctionMode):
             self.pipeline.module_state.put(owner, name, value)
         return result
 
-    def rebound_to(self, storage: Value) -> list[torch.Tensor]:
+    def rebound_views(self, storage: Value) -> list[torch.Tensor]:
         """Return replicated tensors that a write has made views of a located storage, each once."""
         tensors = {id(tensor): tensor for tensor in self._kept if id(tensor) in self.located}
         values = {place: self.located[place] for place in tensors}
@@ -568,7 +568,7 @@ class Recording(TorchFunctionMode):
     def rebind(self, tensor: torch.Tensor, value: Value | InvalidatedValue) -> None:
         """Make a tensor of the body refer to another value."""
         if type(tensor) is RemoteTensor:
-            tensor.become(value)
+            tensor.set_value(value)
             return
         if id(tensor) not in self.located:
             has_graph = type(value) is Value and value.meta.requires_grad

@@ -97,7 +97,7 @@ class GraphNode:
 
     def __getattr__(self, name: str) -> Any:
         raise SMPUsageError(
-            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is made when "
+            f"`grad_fn.{name}` of a tensor on a partition, inside of a `smp.step` function: the graph is created after "
             "the function has returned"
         )
 
@@ -105,7 +105,7 @@ class GraphNode:
 def storage_write(name: str, what: str = "a tensor on a partition") -> SMPUsageError:
     """Return the error of a function that replaces the storage of a tensor."""
     return SMPUsageError(
-        f"`{name}` gives another storage to {what}: inside of a `smp.step` function, assign the new tensor instead"
+        f"`{name}` replaces the storage of {what}: inside of a `smp.step` function, assign the new tensor instead"
     )
 
 
@@ -140,7 +140,7 @@ class RemoteTensor(torch.Tensor):
         self.recording = recording
         return self
 
-    def become(self, value: Value | InvalidatedValue) -> None:
+    def set_value(self, value: Value | InvalidatedValue) -> None:
         """Represent another value of the same shape from now on; a write in place may have given it a graph."""
         if not isinstance(value, InvalidatedValue) and value.meta.requires_grad and not self.value.meta.requires_grad:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):

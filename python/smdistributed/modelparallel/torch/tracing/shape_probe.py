@@ -1,11 +1,11 @@
 """Shape probing: calls with random values, for modules that cannot run on fake tensors.
 
-- TRY-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every rank
-  calls such a module several times with random values and without its parameters. If all calls return the same
+- PROBE-1: the routing of a mixture of experts reads values, but its output has the same shape for all of them. Every
+  rank calls such a module several times with random values and without its parameters. If all calls return the same
   structure, shapes and dtypes, that is the output spec. It is checked when the task runs
   (``runtime/task_execution.py``).
-- TRY-2: all ranks draw the same values.
-- TRY-3: some calls accept no random values, such as a CTC loss, whose lengths must add up. They are tried again with
+- PROBE-2: all ranks draw the same values.
+- PROBE-3: some calls accept no random values, such as a CTC loss, whose lengths must add up. They are tried again with
   the values of the replicated tensors among their arguments. Then only a scalar result is accepted, because the
   replicated tensors of the next microbatch have other values.
 """

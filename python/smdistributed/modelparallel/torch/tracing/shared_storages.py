@@ -107,7 +107,7 @@ class SharedStorages:
         assert task.module is not None, "only a module has state"
         written = [tensor for _, tensor in state_of(task.module, task.known_spec.written_state)]
         for tensor in list(written):
-            written += [other for other, _ in self._recording.pipeline.attribute_views.partners(tensor)]
+            written += [other for other, _ in self._recording.pipeline.attribute_views.overlapping_tensors(tensor)]
         for tensor in written:
             value = self._recording.located.get(id(tensor))
             if tensor is None or type(value) is not Value:
@@ -196,7 +196,7 @@ class SharedStorages:
                 values += [
                     base,
                     *(remote.value for remote in self._remote_tensors_of(base) if remote.value.rank == rank),
-                    *(self._recording.located[id(tensor)] for tensor in self._recording.rebound_to(base)),
+                    *(self._recording.located[id(tensor)] for tensor in self._recording.rebound_views(base)),
                 ]
             found[base] = list(dict.fromkeys(values))
         return found
@@ -279,8 +279,8 @@ class SharedStorages:
                         "the view again from the changed tensor, or change a copy"
                     )
                     moved = after.get(view.value)
-                    view.become(lost if moved is None else moved)
-            for rebound in self._recording.rebound_to(base):
+                    view.set_value(lost if moved is None else moved)
+            for rebound in self._recording.rebound_views(base):
                 if rebound is not tensor:
                     now = after.get(self._recording.located[id(rebound)])
                     self._recording.rebind(rebound, InvalidatedValue(

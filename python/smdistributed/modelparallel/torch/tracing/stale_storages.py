@@ -26,13 +26,13 @@ class StaleStorages:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[StorageWeakRef, StorageRange]] = []
-        #: Those to which the body writes, and not a call that has the tensor in an attribute (ATN-2).
+        #: Ranges that the body writes to, and no call that has the tensor in an attribute (ATN-2).
         self._of_body: list[tuple[StorageWeakRef, StorageRange]] = []
-        #: Those to which calls write that have the tensor in an attribute, with the partition.
+        #: Ranges that calls write to that have the tensor in an attribute, with the partition.
         self._of_calls: list[tuple[StorageWeakRef, StorageRange, int]] = []
-        #: Those that get a graph by the write.
+        #: Ranges that get an autograd graph by the write.
         self._with_graph: list[tuple[StorageWeakRef, StorageRange]] = []
-        #: Texts for some of them.
+        #: Texts for some of the ranges.
         self._reasons: dict[StorageRange, str] = {}
 
     def add(

@@ -185,7 +185,7 @@ impl Peers {
     /// use it; the smallest value of all members counts. Returns none if they do not, and logs the reason. Collective.
     ///
     /// # Errors
-    /// Those of `store`.
+    /// Any error of `store`.
     pub fn join(
         context: &'static Context,
         me: usize,

@@ -52,8 +52,8 @@ class AttributeViews:
             self._by_storage.setdefault(storage_of(each.other_tensor), []).append(each)
             self._by_path.setdefault(each.path, []).append(each)
             if isinstance(each.tensor, nn.Parameter):
-                self._lose(each)
-        #: Those of modules that do not run on the tensor's partition, by its path.
+                self._invalidate(each)
+        #: Attributes of modules that do not run on the tensor's partition, by the tensor's path.
         self._elsewhere = {path: list(self._not_at_home(found)) for path, found in self._by_path.items()}
         #: The other tensors of this rank that represent the same parameter or buffer, by the id of one (VIEW-1).
         self._same: dict[int, list[torch.Tensor]] = {}
@@ -65,7 +65,7 @@ class AttributeViews:
         """Return whether some attribute shares memory with a parameter or buffer."""
         return bool(self._attributes)
 
-    def _lose(self, each: SharedMemory) -> None:
+    def _invalidate(self, each: SharedMemory) -> None:
         self._stale.add(
             each.other_tensor,
             own_rank=self._placement.of(each.owner),
@@ -115,7 +115,7 @@ class AttributeViews:
         """Return the other tensors that represent the same parameter or buffer."""
         return self._same.get(id(tensor), ())
 
-    def reached(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    def ids_sharing_memory(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
         """Yield the ids of parameters and buffers whose memory these tensors in attributes may share (VIEW-5)."""
         for tensor in tensors if self._by_storage else ():
             for each in self._by_storage.get(storage_of(tensor), ()):
@@ -154,15 +154,15 @@ class AttributeViews:
                 continue
             if not torch.equal(buffer, values):
                 raise SMPUsageError(
-                    f"the script has changed `{path}` in place, to which `{self._elsewhere[path][0].other_path}` on "
-                    "another partition refers, which does not see it changed: put both modules on one partition"
+                    f"the script has changed `{path}` in place; `{self._elsewhere[path][0].other_path}` on another "
+                    "partition refers to the same tensor and keeps the old values: put both modules on one partition"
                 )
             # For example, the first replica has sent its buffers.
             self._sent[path] = version_of(buffer), values
 
     # Writes.
 
-    def partners(self, tensor: torch.Tensor | None) -> list[tuple[torch.Tensor, nn.Module]]:
+    def overlapping_tensors(self, tensor: torch.Tensor | None) -> list[tuple[torch.Tensor, nn.Module]]:
         """Return the other parameters and buffers that share memory with one, with their modules."""
         found = []
         for each in self._overlapping if tensor is not None else ():
@@ -186,9 +186,9 @@ class AttributeViews:
                     continue
                 if any(other is each for other in self._elsewhere[path]):
                     raise SMPUsageError(
-                        f"`{task.name}` on partition {task.rank} changes `{path}`, to which `{each.other_path}` of a "
-                        "module on another partition refers, which would not see it changed: put both modules on one "
-                        "partition, or pass the tensor to the module"
+                        f"`{task.name}` on partition {task.rank} changes `{path}`; `{each.other_path}` of a module on "
+                        "another partition refers to the same tensor and would keep the old values: put both modules "
+                        "on one partition, or pass the tensor to the module"
                     )
                 if not each.is_alias and recording.copy_on_write.is_used(each.other_tensor):
                     raise SMPUsageError(
@@ -196,7 +196,7 @@ class AttributeViews:
                         f"used `{each.other_path}`, a view of it: use `{path}` itself"
                     )
                 # Also an alias, because the script may put a view of it into an attribute later.
-                self._lose(each)
+                self._invalidate(each)
 
     def check_write(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors to which ``name`` writes are no views of parameters or buffers (VIEW-4).

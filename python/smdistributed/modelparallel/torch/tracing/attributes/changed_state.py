@@ -48,7 +48,7 @@ def note_changes(pipeline: Pipeline, task: Task, spec: OutputSpec, others: Seque
         value = None if tensor is None else pipeline.located.get(id(tensor))
         if value is not None and value.owner is not None:
             found += [id(tensor), value.owner]
-        for other, owner in pipeline.attribute_views.partners(tensor):
+        for other, owner in pipeline.attribute_views.overlapping_tensors(tensor):
             found += [id(other), id(owner)]
     task.changes = tuple(dict.fromkeys(found))
     pipeline.module_state.shared.matter = True

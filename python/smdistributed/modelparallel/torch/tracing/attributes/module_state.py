@@ -151,7 +151,7 @@ class ModuleState:
         #: By the id of a value in an attribute: the value, its containers and its tensors. Many modules share one, such
         #: as a configuration.
         self._contents: dict[int, tuple[Any, list[TrackedContainer], list[torch.Tensor]]] = {}
-        #: Those that a called module reaches, by its id.
+        #: The containers and tensors that a called module reaches, by its id.
         self._reached: dict[int, _Reached] = {}
         #: What each module has in attributes of its own, by its id, with the number of its attributes then.
         self._own: dict[int, tuple[int, _OwnParts]] = {}
@@ -235,7 +235,7 @@ class ModuleState:
             parts = [id(each.value) for each in containers]
             parts += dict.fromkeys(storage_of(each.tensor) for each in tensors)
             parts += self.shared.tied_in(modules)
-            parts += dict.fromkeys((*registered, *self.views.reached(each.tensor for each in tensors)))
+            parts += dict.fromkeys((*registered, *self.views.ids_sharing_memory(each.tensor for each in tensors)))
             watched = [each.watched() for each in containers]
             known = [each for each in watched if each is not None]
             reached = self._reached[id(module)] = _Reached(
@@ -488,8 +488,8 @@ class ModuleState:
                 path = self._paths.get(key[0], "")
                 raise SMPUsageError(
                     f"the tensor in `{f'{path}.{key[1]}'.removeprefix('.')}` was changed in place after a call of the "
-                    "module had set the attribute, by another partition or after another one had computed, so the "
-                    "module would read what was there before: let it keep a copy, or change a copy"
+                    "module had set the attribute, by another partition or after another partition had computed, so "
+                    "the module would read the old values: let it keep a copy, or change a copy"
                 )
 
     def _is_lost(self, key: tuple[int, str]) -> bool:
@@ -589,7 +589,7 @@ class ModuleState:
         for (_, name), output in self._outputs.items():
             _set(output.owner, name, output.value)
 
-    def end_of_bodies(self) -> None:
+    def end_bodies(self) -> None:
         """End the bodies of all microbatches: from now on, attributes keep the values that tasks set."""
         self._hide()
         self._lost.update(key for key in self._outputs if self._is_lost(key))

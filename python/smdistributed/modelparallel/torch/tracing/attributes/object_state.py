@@ -248,12 +248,12 @@ class Copier:
         self.originals: list[Any] = []
         self.copies: list[Any] = []
 
-    def know(self, value: Any, what: Any) -> None:
-        """Use ``what`` as the copy of ``value``."""
-        self._memo[id(value)] = what
+    def set_copy(self, value: Any, copy: Any) -> None:
+        """Use ``copy`` as the copy of ``value``."""
+        self._memo[id(value)] = copy
         # A reference, so that its address is not reused.
         self.originals.append(value)
-        self.copies.append(what)
+        self.copies.append(copy)
 
     def __contains__(self, identity: int) -> bool:
         return identity in self._memo
@@ -276,7 +276,7 @@ class Copier:
         if not is_container(kind):
             return self._other(value, kind)
         new = [] if kind is list else {} if kind is dict else _empty(value)
-        self.know(value, new)
+        self.set_copy(value, new)
         # Plain lists and dictionaries are filled directly.
         if kind is list:
             new.extend(self.copy(item) for item in value)
@@ -356,11 +356,11 @@ class Effects:
         """
         copier = Copier(leaf)
         for number, container in enumerate(containers):
-            copier.know(container, Origin(number))
+            copier.set_copy(container, Origin(number))
         for value in _objects_in(self.result):
             if id(value) not in copier and not has_tensors(value):
                 # For example an object in an attribute of the module: the caller gets the same object.
-                copier.know(value, value)
+                copier.set_copy(value, value)
         result = copier.copy(self.result)
         copier.leaf = lambda tensor: Given(given[id(tensor)]) if id(tensor) in given else leaf(tensor)
         return Effects(result, {number: copier.copy(state) for number, state in self.states.items()})

@@ -109,9 +109,9 @@ class SharedParts:
             if ranks - {rank} or is_divided:
                 others = "modules that are divided among partitions" if is_divided else "modules on other partitions"
                 raise SMPUsageError(
-                    f"a call of `{name}` on partition {rank} changes the content of `{path}`, which {others} also "
-                    "have and would not see changed: return the content from the module and pass it on, or give the "
-                    "modules of each partition their own"
+                    f"a call of `{name}` on partition {rank} changes the content of `{path}`; {others} have "
+                    "their own copy of it, which keeps the old content: return the content from the module and pass "
+                    "it on, or give the modules of each partition their own"
                 )
 
     def _is_in_divided_module(self, part: Any) -> bool:
@@ -146,7 +146,7 @@ class SharedParts:
         for path, other in changed:
             if rank is not None and other is not None and other != rank:
                 raise SMPUsageError(
-                    f"a call on partition {other} has changed the content of `{path}`, which a module on partition "
-                    f"{rank} has now and does not see changed: return the content from the module that changes it and "
+                    f"a call on partition {other} has changed the content of `{path}`; a module on partition "
+                    f"{rank} has it now, with the old content: return the content from the module that changes it and "
                     "pass it on, or give the modules of each partition their own"
                 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel
 
 
-class ReducerFace:
+class ReducerMethods:
     """The ``reducer`` of one model; methods have the meaning of torch's methods of the same names.
 
     Args:
@@ -30,9 +30,9 @@ class ReducerFace:
         """Reduce the gradients of the next backward, even if its forward ran inside ``no_sync``.
 
         Args:
-            outputs: Ignored: the reducer looks at the whole graph.
+            outputs: Ignored: the reducer searches the whole graph.
         """
-        del outputs  # the whole graph is looked at anyway
+        del outputs
         self._model._reducer.expect_sync()
 
     def _rebuild_buckets(self) -> bool:
