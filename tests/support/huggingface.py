@@ -302,7 +302,8 @@ FLOAT32_ONLY = {"xlnet"}
 #: Models that compute parts in float32 whatever their dtype. There, a difference in the last place of a float64 number
 #: may become one of 1e-7. In the comparison in float64, these parts run in float64 on both sides.
 FLOAT32_INSIDE = {
-    "deepseek-v2": "its rotary embedding, router and norms cast to float32; here these casts are to float64"
+    "deepseek-v2": "its rotary embedding, router and norms cast to float32; here these casts are to float64",
+    **dict.fromkeys(("gptj", "gpt-neo", "codegen"), "its attention casts to float32; here these casts are to float64"),
 }
 
 _AUTO = {
