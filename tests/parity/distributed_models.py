@@ -5,8 +5,8 @@
 
 A cell is a model, a layout (degrees of tensor, pipeline and reduced-data parallelism, and of sharding), and whether
 batches are prescaled, activations between products divided, and blocks recomputed in the backward. Each cell trains
-five AdamW steps in float64. Losses, outputs, first gradients and their norm may differ by at most 1e-10 from one
-process, parameters by 1e-8. Without `--draws`, all cells run.
+five AdamW steps. In float64, losses, outputs, first gradients and their norm may differ by at most 1e-10 from one
+process, parameters by 1e-8; in float32 (`--type float32`) by 1e-5 and 1e-3. Without `--draws`, all cells run.
 
 `tests/multiproc/modelparallel_torch/test_tensor_parallelism*.py` run a part.
 """
@@ -49,6 +49,9 @@ LAYOUTS = {
 }
 
 
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+
+
 class Cell(NamedTuple):
     """A training to compare."""
 
@@ -81,7 +84,14 @@ def cells(models: list[str], layouts: list[str]) -> list[Cell]:
     return found
 
 
-def _body(whole_name: str, prescaled: bool, optimize: str, recompute: bool, degrees: tuple[int, int, int, int]) -> None:
+def _body(
+    whole_name: str,
+    prescaled: bool,
+    optimize: str,
+    recompute: bool,
+    degrees: tuple[int, int, int, int],
+    type_name: str,
+) -> None:
     import warnings
 
     import torch
@@ -89,7 +99,8 @@ def _body(whole_name: str, prescaled: bool, optimize: str, recompute: bool, degr
     from support.tensor_parallel import compare
 
     warnings.simplefilter("ignore")
-    torch.set_default_dtype(torch.float64)
+    dtype = getattr(torch, type_name)
+    torch.set_default_dtype(dtype)
     family, name = whole_name.split(":")
     if family == "hf":
         from support.smp.huggingface import models
@@ -99,8 +110,8 @@ def _body(whole_name: str, prescaled: bool, optimize: str, recompute: bool, degr
     more: dict[str, Any] = {"sharded_data_parallel_degree": sharded} if sharded else {}
     model = models()[name]
     compare(
-        model.make, model.run, model.batch, *layout, prescaled, optimize, steps=5, more=more,
-        names=model.names, together=model.together, recompute=recompute,
+        lambda: model.make().to(dtype), model.run, model.batch, *layout, prescaled, optimize, steps=5, more=more,
+        dtype=dtype, tolerance=TOLERANCES[type_name], names=model.names, together=model.together, recompute=recompute,
     )  # fmt: skip
 
 
@@ -117,6 +128,7 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--draws", type=int, help="run as many randomly drawn cells")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--type", default="float64", choices=list(TOLERANCES))
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="run each Nth cell, starting with cell I")
     parser.add_argument("--verbose", action="store_true", help="print the whole output of ranks that fail")
     arguments = parser.parse_args()
@@ -129,7 +141,7 @@ def main() -> int:
         degrees, start = LAYOUTS[cell.layout], time.monotonic()
         launcher = Forked("transformers" if cell.model.startswith("hf:") else "torch")
         try:
-            values = cell.model, cell.prescaled, cell.optimize, cell.recompute, degrees
+            values = cell.model, cell.prescaled, cell.optimize, cell.recompute, degrees, arguments.type
             run_ranks(_body, math.prod(degrees[:3]), *values, launcher=launcher, timeout=300)
         except RanksFailedError as error:
             failures += 1

@@ -106,7 +106,7 @@ def other_kinds() -> dict[str, tuple[Any, Any]]:
 def run_other(name: str, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss and the output of a model."""
     if name == "vit":
-        pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
+        pixels = (ids[:, :1, None, None].to(torch.get_default_dtype()) * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
         logits = model(pixel_values=pixels).logits
         return functional.cross_entropy(logits, ids[:, 0] % 2), logits
     more = {}
