@@ -44,22 +44,26 @@ def models() -> dict[str, Model]:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
         return loss, logits
 
+    def loss_of(output):
+        # A norm at the end makes the mean of the squares constant.
+        return output.sin().mean()
+
     def hidden(model, x):
         output = model(x)
-        return output.square().mean(), output
+        return loss_of(output), output
 
     def layered(model, x):
         mask = (x[:, :, :1].transpose(1, 2)[:, None] > 1.0) * -1e9
         output = model((x, mask))[0]
-        return output.square().mean(), output
+        return loss_of(output), output
 
     def crossed(model, x):
         output = model((x, x.flip(1)[:, :4], None, None))[0]
-        return output.square().mean(), output
+        return loss_of(output), output
 
     def attended(model, x):
         output = model((x, None))
-        return output.square().mean(), output
+        return loss_of(output), output
 
     class Flash(nn.Module):
         """Attention with packed queries, keys and values between linear layers of smp.nn."""
