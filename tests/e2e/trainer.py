@@ -81,6 +81,23 @@ FEATURES: dict[str, Feature] = {
     "tensors": Feature({"ddp": True, "partitions": 2, "tensor_parallel_degree": 2}, 4),
     "fp16": Feature({"partitions": 2, "fp16": True}, options={"half_precision_backend": "cuda_amp"}, scale=SCALE),
     "bf16": Feature({"partitions": 2, "bf16": True}),
+    "states pipelines": Feature({"ddp": True, "partitions": 2, "shard_optimizer_state": True}, 4),
+    "sharded pipelines": Feature(
+        {"ddp": True, "partitions": 2, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, 4
+    ),
+    "states tensors": Feature({"ddp": True, "tensor_parallel_degree": 2, "shard_optimizer_state": True}),
+    "sharded tensors": Feature(
+        {"ddp": True, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "bf16": True}
+    ),
+    "bf16 tensors": Feature({"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "bf16": True}, 4),
+    "fp16 sharded": Feature(
+        {"ddp": True, "sharded_data_parallel_degree": 2, "fp16": True}, 2,
+        {"half_precision_backend": "cuda_amp"}, {**SCALE, "init_scale": 2.0**14},
+    ),
+    "fp16 states": Feature(
+        {"ddp": True, "partitions": 2, "shard_optimizer_state": True, "fp16": True}, 4,
+        {"half_precision_backend": "cuda_amp"}, {**SCALE, "init_scale": 2.0**14},
+    ),
     # Small enough to overflow only in the step in which the callback below causes it.
     "fp16 tensors": Feature(
         {"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "fp16": True}, 4,
@@ -130,7 +147,7 @@ def models(transformers: Any) -> dict[str, Any]:
     t5 |= {"decoder_start_token_id": 0, "use_cache": False}
     text = {"vocab_size": WORDS, "max_position_embeddings": 40, "num_labels": 3, **TINY, **QUIET}
     image = {"image_size": 16, "patch_size": 4, "num_labels": 3, **TINY, **QUIET}
-    experts = {"num_local_experts": 3, "num_key_value_heads": 2, "vocab_size": WORDS, "use_cache": False, **TINY}
+    grouped = {"num_key_value_heads": 2, "vocab_size": WORDS, "use_cache": False, **TINY}
     return {
         "causal": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
         "translation": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)),
@@ -139,7 +156,10 @@ def models(transformers: Any) -> dict[str, Any]:
         "masked": lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**text)),
         "tokens": lambda: transformers.BertForTokenClassification(transformers.BertConfig(**text)),
         "images": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**image)),
-        "experts": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**experts)),
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**grouped)),
+        "experts": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**{**grouped, "num_local_experts": 3})
+        ),
     }
 
 
@@ -168,8 +188,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "masked": {"optim": "adafactor", "max_grad_norm": 0.0},
     "tokens": {"weight_decay": 0.1, "label_smoothing_factor": 0.0, "save_total_limit": 2},
     "images": {"optim": "sgd"},
+    "llama": {"adam_beta2": 0.95},
     "experts": {},
 }
+#: Tasks that run with every feature: a decoder, an encoder with a decoder, grouped heads with gated layers, and experts.
+#: Tensor parallelism replaces each by other modules.
+TASKS_OF_FEATURES = ["causal", "translation", "llama", "experts"]
 
 
 def _on_cpu(arguments: Any) -> Any:
@@ -305,6 +329,7 @@ def rank(work: Path, version: str, tasks: list[str], more: dict[str, Any], scale
 
     scales: list[dict[int, tuple[float, bool]]] = []
     for task in tasks:
+        scales.clear()
         expected, last = train(task, None)
         if task == "images" and version != OLD and int(os.environ["RANK"]) == 0:
             split_file(work / task / f"checkpoint-{STEPS // 2}")
@@ -351,9 +376,8 @@ def main() -> None:
             feature = Feature({"partitions": 2, "ddp": processes > 2}, processes)
             launch(folder, version, arguments.tasks, feature)
         for name in arguments.features:
-            # The parameters of these models have other names in files and under tensor parallelism.
-            divided = ["causal", "images", "translation", "experts"]
-            launch(folder, version, divided if name == "tensors" else ["causal"], FEATURES[name])
+            tasks = [*TASKS_OF_FEATURES, "images"] if name == "tensors" else TASKS_OF_FEATURES
+            launch(folder, version, [task for task in tasks if task in arguments.tasks], FEATURES[name])
 
 
 if __name__ == "__main__":

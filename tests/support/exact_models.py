@@ -19,6 +19,13 @@ def _route(module, hidden):
     return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
+class _WithoutFloat32:
+    """The module `torch`, in which `float32` is the default type."""
+
+    def __getattr__(self, name):
+        return torch.get_default_dtype() if name == "float32" else getattr(torch, name)
+
+
 def exact(model):
     """Replaces the parts of a model that compute in float32, and returns the model."""
     for each in model.modules():
@@ -27,6 +34,9 @@ def exact(model):
             each.forward = functools.partial(_norm, each)
         elif kind == "MixtralTopKRouter":
             each.forward = functools.partial(_route, each)
+        elif kind in ("GPTJAttention", "GPTNeoSelfAttention"):
+            # Their code casts queries and keys to `torch.float32`.
+            sys.modules[type(each).__module__].torch = _WithoutFloat32()
         elif kind == "MixtralForCausalLM":
             sys.modules[type(each).__module__].load_balancing_loss_func = _balancing_loss
     return model

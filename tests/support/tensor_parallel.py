@@ -9,6 +9,8 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.checkpoint import slices
 
 VOCABULARY, LENGTH, WIDTH = 53, 6, 16
+#: Norm to which `compare` clips gradients.
+COMPARED_CLIP = 0.5
 
 
 def config(tp, pp, prescaled, optimize, **more):
@@ -23,20 +25,25 @@ def config(tp, pp, prescaled, optimize, **more):
     }
 
 
+def _adamw(parameters):
+    """Returns the optimizer of `compare`. In float32, a large epsilon keeps the rounding of gradients near 0 small."""
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-8 if torch.get_default_dtype() == torch.float64 else 0.1)
+
+
 def reference(make, run, batches, steps):
     """Trains in one process; returns losses, first outputs, first gradients, their norm, and the final parameters."""
     smp.init({})
     torch.manual_seed(0)
     model = make()
     smp.shutdown()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = _adamw(model.parameters())
     losses, outputs, first = [], None, None
     for step in range(steps):
         optimizer.zero_grad()
         parts = [run(model, *batch) for batch in batches(step)]
         loss = torch.stack([each[0] for each in parts]).mean()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), COMPARED_CLIP)
         losses.append(loss.item())
         if first is None:
             first = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
@@ -69,7 +76,7 @@ def close(one, other, tolerance, what):
 
 def compare(
     make, run, batch, tp, pp, rdp, prescaled, optimize, *, steps=2, tolerance=1e-10, more=None, dtype=None, names=None,
-    together=False,
+    together=False, recompute=False,
 ):  # fmt: skip
     """Trains in one process and with this layout, and compares losses, outputs, gradients, norms and parameters.
 
@@ -80,10 +87,16 @@ def compare(
         names: Translates gathered tensors to the names in one process, for models whose modules are replaced by others.
         together: Whether the loss of a microbatch is not the mean over its samples. One process then computes the same
             microbatches.
+        recompute: Whether the blocks of the model compute their activations again in the backward.
     """
     torch.set_default_dtype(dtype or torch.float64)
     dp = tp * rdp
-    settings = config(tp, pp, prescaled, optimize, **(more or {}))
+    more = more or {}
+    is_sharded = "sharded_data_parallel_degree" in more
+    if is_sharded:
+        # The step clips by itself, and most parameters are sharded.
+        more = {"sdp_gradient_clipping": COMPARED_CLIP, "sdp_param_persistence_threshold": 9, **more}
+    settings = config(tp, pp, prescaled, optimize, **more)
 
     def batches(step):
         return [batch(step, replica) for replica in range(dp)]
@@ -105,7 +118,9 @@ def compare(
     torch.manual_seed(0)
     model = smp.DistributedModel(make())
     assert tp == 1 or any(each.shards for each in model.distributed_modules())
-    optimizer = None
+    for each in _blocks(model.module) if recompute else ():
+        smp.set_activation_checkpointing(each)
+    optimizer = smp.DistributedOptimizer(_adamw(model.parameters())) if is_sharded else None
 
     @smp.step
     def step_function(model, *inputs):
@@ -124,8 +139,7 @@ def compare(
         loss = found.reduce_mean()
         mean = torch.stack(smp.allgather(loss, smp.DP_GROUP)).mean().item()
         assert abs(mean - losses[step]) <= tolerance * max(1, abs(losses[step])), (step, mean, losses[step])
-        if optimizer is None:
-            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+        if step == 0:
             # The number of reference outputs that this rank's batch covers, and the index of this batch.
             count, place = 1, smp.dp_rank()
             if together:
@@ -135,29 +149,46 @@ def compare(
             own = outputs[place * count : (place + 1) * count]
             expected = own[0] if count == 1 else torch.cat(own)
             close(output.concat(), expected, tolerance, "output")
-            own = gathered(model, lambda each: each.grad)
+        if optimizer is None:
+            optimizer = smp.DistributedOptimizer(_adamw(model.parameters()))
+        if not is_sharded:
+            found_norm = smp.clip_grad_norm_(model.local_parameters(), COMPARED_CLIP)
+        own = gathered(model, lambda each: each.grad) if step == 0 and not is_sharded else None
+        optimizer.step()
+        if step == 0:
+            if is_sharded:
+                found_norm, own = optimizer._global_grad_norm, _averaged_gradients(optimizer)
             if names is not None:
                 own = names(own)
             assert own.keys() >= gradients.keys(), gradients.keys() - own.keys()
-            assert names is not None or own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
-            found_norm = smp.clip_grad_norm_(model.local_parameters(), 0.5)
+            assert names is not None or is_sharded or own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
             assert abs(found_norm.item() - norm.item()) <= tolerance * norm.item(), (found_norm, norm)
-            clipped = min(1.0, 0.5 / (norm.item() + 1e-6))
             for name, gradient in gradients.items():
-                close(own[name] * clipped, gradient, tolerance, f"gradient of {name}")
-        else:
-            smp.clip_grad_norm_(model.local_parameters(), 0.5)
-        optimizer.step()
+                close(own[name], gradient, tolerance, f"gradient of {name}")
         optimizer.zero_grad()
-    ours = whole = gathered(model, lambda each: each)
-    if names is not None:
-        whole = names(whole)
+    state = model.state_dict()
+    ours = state if is_sharded else gathered(model, lambda each: each)
+    whole = ours if names is None else names(ours)
     for name, parameter in parameters.items():
         close(whole[name], parameter, tolerance * 100, f"parameter {name}")
-    state = model.state_dict()
     for name, parameter in ours.items():
         assert torch.equal(state[name].cpu(), parameter.cpu()), name
     smp.shutdown()
+
+
+def _blocks(module):
+    """Returns the modules that recomputation is applied to: the members of lists and sequences, or the children of a
+    model that has neither.
+    """
+    lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    return [child for each in lists for child in each] or list(module.children()) or [module]
+
+
+def _averaged_gradients(optimizer):
+    """Returns the gradients, after clipping, that AdamW has averaged in its first step."""
+    first_beta = optimizer.param_groups[0]["betas"][0]
+    states = optimizer.state_dict()["state"]
+    return {name: state["exp_avg"] / (1 - first_beta) for name, state in states.items() if "exp_avg" in state}
 
 
 def tokens(step, replica, batch=4):

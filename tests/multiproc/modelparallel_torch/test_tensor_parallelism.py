@@ -9,14 +9,14 @@ from support import Forked, more, run_ranks
 LAYOUTS = [(2, 1, 1), more((4, 1, 1)), more((2, 2, 1)), (2, 1, 2)]
 
 
-def _check_models(names, layout, variants):
+def _check_models(names, layout, variants, **more):
     from support.smp.models import models
     from support.tensor_parallel import compare
 
     for name in names:
         for prescaled, optimize in variants:
             try:
-                compare(*models()[name], *layout, prescaled, optimize)
+                compare(*models()[name][:3], *layout, prescaled, optimize, **more)
             except BaseException as error:
                 raise AssertionError(f"{name}, {layout}, prescaled {prescaled}, {optimize}") from error
 
@@ -24,7 +24,7 @@ def _check_models(names, layout, variants):
 VARIANTS = [(prescaled, optimize) for prescaled in (False, True) for optimize in ("speed", "memory")]
 #: NAMES are tested in all layouts, OTHERS in one.
 NAMES = ["ends", "gpt", "llama", "bert"]
-OTHERS = ["mqa", "gptj", "alibi", "output", "layer", "stack"]
+OTHERS = ["mqa", "gptj", "alibi", "output", "layer", "stack", "flash", "attention", "cross", "experts"]
 
 
 @pytest.mark.timeout(300)
@@ -37,6 +37,18 @@ def test_equal_to_one_process(layout):
 @pytest.mark.timeout(300)
 def test_other_parts_are_equal_to_one_process():
     run_ranks(_check_models, 2, OTHERS, (2, 1, 1), VARIANTS, launcher=Forked("torch"), timeout=290)
+
+
+def _check_recomputed():
+    _check_models(["gpt", "experts"], (2, 1, 1), [(False, "memory"), (True, "speed")], recompute=True)
+    _check_models(
+        ["llama", "flash"], (2, 1, 1), [(True, "memory")], recompute=True, more={"sharded_data_parallel_degree": 2}
+    )
+
+
+@pytest.mark.timeout(200)
+def test_recomputed_blocks_are_equal_to_one_process():
+    run_ranks(_check_recomputed, 2, launcher=Forked("torch"), timeout=190)
 
 
 def _check_compiled_layers(layers):

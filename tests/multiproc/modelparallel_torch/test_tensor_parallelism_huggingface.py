@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import pathlib
@@ -15,73 +14,21 @@ from support import Forked, run_ranks
 NAMES = ["gpt2", "llama", "llama3", "mistral", "mixtral", "qwen2", "gptj", "gptneo", "gptneox", "gptneox-serial"]
 
 
-def _models():
-    import transformers
-
-    gpt2 = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12}
-    small = {
-        "vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
-        "max_position_embeddings": 12,
-    }  # fmt: skip
-    grouped = {**small, "num_key_value_heads": 2}
-    return {
-        "gpt2": transformers.GPT2Config(**gpt2, scale_attn_by_inverse_layer_idx=True),
-        "llama": transformers.LlamaConfig(**grouped),
-        "llama3": transformers.LlamaConfig(
-            **{**grouped, "num_key_value_heads": 1},
-            tie_word_embeddings=True,
-            rope_scaling={
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 4, "rope_theta": 10000.0,
-            },
-        ),
-        "mistral": transformers.MistralConfig(**grouped, sliding_window=3),
-        "mixtral": transformers.MixtralConfig(
-            **grouped, num_local_experts=4, experts_implementation="eager", output_router_logits=True,
-            router_aux_loss_coef=0.3, pad_token_id=3,
-        ),
-        "qwen2": transformers.Qwen2Config(**grouped),
-        "gptj": transformers.GPTJConfig(**gpt2, rotary_dim=2),
-        "gptneo": transformers.GPTNeoConfig(
-            vocab_size=53, hidden_size=16, num_layers=2, num_heads=4, max_position_embeddings=12, window_size=3,
-            attention_types=[[["global", "local"], 1]],
-        ),
-        "gptneox": transformers.GPTNeoXConfig(**small, rotary_pct=0.5),
-        "gptneox-serial": transformers.GPTNeoXConfig(**small, use_parallel_residual=False),
-    }  # fmt: skip
-
-
-def _make(config):
-    import torch
-    import transformers
-
-    for name in list(vars(config)):
-        if "drop" in name or name.endswith("pdrop"):
-            setattr(config, name, 0.0)
-    torch.manual_seed(1)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config).double()
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _check_models(names, layout, variants):
     import torch
 
     import smdistributed.modelparallel.torch as smp
     from support.exact_models import exact
+    from support.smp.huggingface import causal_configurations, make_causal
     from support.tensor_parallel import close, config, tokens
 
     torch.set_default_dtype(torch.float64)
     tp, pp, rdp = layout
+    tolerance = 1e-10
     for name in names:
         print(name)
-        # GPT-J and GPT-Neo compute scores in float32.
-        tolerance = 1e-5 if name in ("gptj", "gptneo") else 1e-10
         for prescaled, optimize in variants:
-            alone = exact(_make(_models()[name]))
+            alone = exact(make_causal(causal_configurations()[name]))
             batches = [tokens(0, replica) for replica in range(tp * rdp)]
             # Outputs at masked tokens differ between implementations, so they are not compared.
             masks = [(batch % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1) for batch in batches]
@@ -99,7 +46,7 @@ def _check_models(names, layout, variants):
 
             smp.init(config(tp, pp, prescaled, optimize))
             with smp.tensor_parallelism():
-                whole = _make(_models()[name])
+                whole = make_causal(causal_configurations()[name])
             model = smp.DistributedModel(whole)
             assert isinstance(model.module, smp.nn.DistributedTransformerLMHead), type(model.module)
             model.train()
@@ -165,21 +112,13 @@ def _check_models(names, layout, variants):
 
 def _check_encoder(layout, variants):
     import torch
-    import transformers
 
     import smdistributed.modelparallel.torch as smp
-    from support.tensor_parallel import VOCABULARY, close, config, gathered, tokens
+    from support.smp.huggingface import other_kinds
+    from support.tensor_parallel import close, config, gathered, tokens
 
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 24, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0,
-    }  # fmt: skip
     torch.set_default_dtype(torch.float64)
-    kinds = {
-        "bert": (transformers.BertForMaskedLM, transformers.BertConfig(**sizes)),
-        "roberta": (transformers.RobertaForSequenceClassification, transformers.RobertaConfig(**sizes)),
-    }
+    kinds = {name: other_kinds()[name] for name in ("bert", "roberta")}
     for name, (kind, settings) in kinds.items():
         for prescaled, optimize in variants:
 
@@ -242,76 +181,23 @@ def test_encoders_on_partitions():
     run_ranks(_check_encoder, 4, (2, 2, 1), [(False, "memory")], launcher=Forked("transformers"), timeout=190)
 
 
-def _other_kinds():
-    import transformers
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return {
-        "bart": (
-            transformers.BartForConditionalGeneration,
-            transformers.BartConfig(
-                vocab_size=53, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=12,
-                dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-            ),
-        ),
-        "vit": (
-            transformers.ViTForImageClassification,
-            transformers.ViTConfig(
-                **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-            ),
-        ),
-        "olmoe": (
-            transformers.OlmoeForCausalLM,
-            transformers.OlmoeConfig(
-                **sizes, vocab_size=53, num_experts=4, num_experts_per_tok=2, experts_implementation="eager"
-            ),
-        ),
-    }  # fmt: skip
-
-
-def _run_other(name, model, ids):
-    """Returns the loss and the output of a model."""
+def _check_trained(name, layout, prescaled=False, optimize="memory"):
     import torch
 
-    if name == "vit":
-        pixels = (ids[:, :1, None, None].double() * torch.linspace(-1, 1, 192).view(3, 8, 8)).sin()
-        logits = model(pixel_values=pixels).logits
-        return torch.nn.functional.cross_entropy(logits, ids[:, 0] % 2), logits
-    more = {"decoder_input_ids": ids.flip(1)} if name == "bart" else {}
-    logits = model(input_ids=ids, **more).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
-
-
-def _check_others(names, layout, optimize):
-    import torch
-
-    import smdistributed.modelparallel.torch as smp
-    from support.exact_models import exact
-    from support.tensor_parallel import compare, tokens
+    from support.smp.huggingface import models
+    from support.tensor_parallel import compare
 
     torch.set_default_dtype(torch.float64)
-    for name in names:
-        kind, settings = _other_kinds()[name]
-        settings.use_cache = False
-
-        def make(kind=kind, settings=settings):
-            with smp.tensor_parallelism():
-                return exact(kind(settings))
-
-        run = functools.partial(_run_other, name)
-        # Layers of ViT are replaced by distributed ones, which have other names.
-        names = smp.nn.huggingface.vit.translate_state_dict_to_hf_vit if name == "vit" else None
-        compare(
-            make, run, lambda step, replica: (tokens(step, replica),), *layout, False, optimize, steps=5, names=names
-        )
+    model = models()[name]
+    compare(model.make, model.run, model.batch, *layout, prescaled, optimize, steps=5, names=model.names,
+            together=model.together)  # fmt: skip
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["bart", "vit", "olmoe"])
 def test_other_models_equal_one_process(name):
     pytest.importorskip("transformers")
-    run_ranks(_check_others, 2, [name], (2, 1, 1), "memory", launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_trained, 2, name, (2, 1, 1), launcher=Forked("transformers"), timeout=190)
 
 
 def _check_vit():
@@ -319,10 +205,11 @@ def _check_vit():
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import other_kinds, run_other
     from support.tensor_parallel import config, tokens
 
     torch.set_default_dtype(torch.float64)
-    kind, settings = _other_kinds()["vit"]
+    kind, settings = other_kinds()["vit"]
     module = smp.nn.huggingface.vit
     for prescaled, optimize in [(False, "speed"), (True, "speed"), (True, "memory")]:
         torch.manual_seed(1)
@@ -336,7 +223,7 @@ def _check_vit():
         assert len(layers) == 2
         ids = tokens(0, 0 if prescaled else smp.dp_rank())
         with torch.no_grad():
-            difference = _run_other("vit", model, ids)[1] - _run_other("vit", alone, ids)[1]
+            difference = run_other("vit", model, ids)[1] - run_other("vit", alone, ids)[1]
         assert difference.abs().max().item() <= 1e-10
         weights, own = alone.state_dict(), model.state_dict()
         theirs = module.translate_state_dict_to_hf_vit(own)
@@ -376,44 +263,7 @@ LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 2, 2)]
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_other_models_on_partitions(name, layout):
     pytest.importorskip("transformers")
-    run_ranks(_check_others, math.prod(layout), [name], layout, "memory", launcher=Forked("transformers"), timeout=190)
-
-
-def _run_causal(model, ids):
-    import torch
-
-    output = model(input_ids=ids)
-    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    # Models with experts have an auxiliary loss that balances them.
-    balancing = getattr(output, "aux_loss", None)
-    return loss if balancing is None else loss + 0.3 * balancing, output.logits
-
-
-def _check_trained(names, layout, prescaled=False, optimize="memory"):
-    import smdistributed.modelparallel.torch as smp
-    from support.exact_models import exact
-    from support.tensor_parallel import compare, tokens
-
-    for name in names:
-
-        def make(name=name):
-            with smp.tensor_parallelism():
-                return exact(_make(_models()[name]))
-
-        family = {"llama3": "llama", "gptneox-serial": "gptneox"}.get(name, name)
-        to_hf = getattr(getattr(smp.nn.huggingface, family), f"translate_state_dict_to_hf_{family}")
-        heads = {"num_attention_heads": 4} if family == "gptneox" else {}
-        translate = functools.partial(_named, to_hf, heads)
-        compare(make, _run_causal, lambda step, replica: (tokens(step, replica),), *layout, prescaled, optimize,
-                steps=5, tolerance=1e-5 if name in ("gptj", "gptneo") else 1e-10, names=translate,
-                together=name == "mixtral")  # fmt: skip
-
-
-def _named(to_hf, options, found):
-    result = to_hf(found, **options)
-    if "embed_out.weight" in result:
-        result["lm_head.weight"] = result["embed_out.weight"]
-    return result
+    run_ranks(_check_trained, math.prod(layout), name, layout, launcher=Forked("transformers"), timeout=190)
 
 
 def _by_default(name, layout):
@@ -426,7 +276,7 @@ def _by_default(name, layout):
 )
 def test_causal_models_train_as_one_process(name, layout):
     pytest.importorskip("transformers")
-    run_ranks(_check_trained, math.prod(layout), [name], layout, launcher=Forked("transformers"), timeout=190)
+    run_ranks(_check_trained, math.prod(layout), name, layout, launcher=Forked("transformers"), timeout=190)
 
 
 def _created_body():
@@ -434,6 +284,7 @@ def _created_body():
     import transformers
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import causal_configurations
     from support.tensor_parallel import config, tokens
 
     found = []
@@ -441,7 +292,7 @@ def _created_body():
         smp.init(config(2, 2, False, "memory"))
         torch.manual_seed(smp.rank())
         with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):
-            whole = transformers.AutoModelForCausalLM.from_config(_models()[name])
+            whole = transformers.AutoModelForCausalLM.from_config(causal_configurations()[name])
         assert all(each.is_meta for each in whole.parameters())
         model = smp.DistributedModel(whole)
 

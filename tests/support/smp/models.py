@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 
@@ -9,10 +12,18 @@ import smdistributed.modelparallel.torch as smp
 from support.tensor_parallel import LENGTH, VOCABULARY, WIDTH, states, tokens
 
 
-def models():
-    """For each name: functions that make the model, run it and draw its batch, which are arguments of
-    `support.tensor_parallel.compare`.
-    """
+class Model(NamedTuple):
+    """Functions that make a model, run it and draw its batch: arguments of `support.tensor_parallel.compare`."""
+
+    make: Callable[[], Any]
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    batch: Callable[[int, int], tuple[torch.Tensor, ...]]
+    names: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    together: bool = False
+
+
+def models() -> dict[str, Model]:
+    """Returns models of the classes in `smp.nn`, by name."""
     sizes = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": WIDTH}
     quiet = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     block = {**sizes, **quiet, "intermediate_size": 24}
@@ -33,14 +44,39 @@ def models():
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
         return loss, logits
 
+    def loss_of(output):
+        # A norm at the end makes the mean of the squares constant.
+        return output.sin().mean()
+
     def hidden(model, x):
         output = model(x)
-        return output.square().mean(), output
+        return loss_of(output), output
 
     def layered(model, x):
         mask = (x[:, :, :1].transpose(1, 2)[:, None] > 1.0) * -1e9
         output = model((x, mask))[0]
-        return output.square().mean(), output
+        return loss_of(output), output
+
+    def crossed(model, x):
+        output = model((x, x.flip(1)[:, :4], None, None))[0]
+        return loss_of(output), output
+
+    def attended(model, x):
+        output = model((x, None))
+        return loss_of(output), output
+
+    class Flash(nn.Module):
+        """Attention with packed queries, keys and values between linear layers of smp.nn."""
+
+        def __init__(self):
+            super().__init__()
+            self.first = smp.nn.DistributedLinear(WIDTH, 3 * WIDTH, bias=False)
+            self.attention = smp.nn.FlashAttentionLayer(0.0, 4)
+            self.second = smp.nn.DistributedLinear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            packed = self.first(x).unflatten(-1, (3, 4, 4))
+            return self.second(self.attention(packed, causal=True).transpose(1, 2).flatten(2))
 
     class Ends(nn.Module):
         """Linear layers and an embedding of smp.nn together with plain layers."""
@@ -72,8 +108,11 @@ def models():
     )  # fmt: skip
     gptj = options(rotary=smp.nn.Rotary.with_base(2, interleaved=True), parallel_residual=True, shared_norm=True)
     odd = {"num_positions": 0, "activation": "silu", "tie_word_embedding": False, **causal}
-    return {
+    experts = options(num_experts=3, gated=True, mlp_bias=False, normalization="rmsnorm")
+    attention = {**sizes, **quiet, "pre_layernorm": True}
+    found = {
         "ends": (Ends, predict, ids),
+        "flash": (Flash, hidden, activations),
         "gpt": (head(**causal, use_normal_initialization=True), language, ids),
         "llama": (head(**odd, options=llama), language, ids),
         "mqa": (head(**odd, options=options(num_key_value_heads=1, windows=(None, 3))), language, ids),
@@ -83,8 +122,17 @@ def models():
         "output": (
             lambda: smp.nn.DistributedTransformerOutputLayer(WIDTH, 24, 0.0, pre_layernorm=True), hidden, activations,
         ),
+        "attention": (lambda: smp.nn.DistributedAttentionLayer(**attention), attended, activations),
         "layer": (lambda: smp.nn.DistributedTransformerLayer(**block, pre_layernorm=True), layered, activations),
+        "cross": (
+            lambda: smp.nn.DistributedTransformerLayer(**block, add_cross_attention=True), crossed, activations,
+        ),
+        "experts": (
+            lambda: smp.nn.DistributedTransformerLayer(**block, activation="silu", options=experts), layered,
+            activations,
+        ),
         "stack": (
             lambda: smp.nn.DistributedTransformer(num_layers=2, **block, pre_layernorm=True), layered, activations,
         ),
     }  # fmt: skip
+    return {name: Model(*each) for name, each in found.items()}

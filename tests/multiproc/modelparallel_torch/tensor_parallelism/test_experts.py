@@ -199,6 +199,62 @@ def test_mixtral_is_created_in_slices():
     run_ranks(_check_created, 4, launcher=Forked("transformers"), timeout=100)
 
 
+def _check_grouped():
+    import warnings
+    from unittest import mock
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.nn import experts as module
+
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+
+    def run(experts, inputs):
+        tokens, weights = (each.clone().requires_grad_() for each in inputs[:2])
+        experts.zero_grad()
+        output = experts(tokens, weights, inputs[2])
+        output.float().square().sum().backward()
+        return [output, tokens.grad, weights.grad, *(each.grad for each in experts.parameters())]
+
+    for dtype, has_autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        torch.manual_seed(5)
+        experts = module.Experts(4, 16, 48, "silu", 0.5, True).to(dtype)
+        # No token uses the third expert.
+        chosen = torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [1, 3]])
+        inputs = torch.randn(5, 16, dtype=dtype), torch.rand(5, 2), chosen
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = run(experts, inputs)
+            with mock.patch.object(module, "_can_be_grouped", return_value=False):
+                expected = run(experts, inputs)
+            # A read of the counts would break the graph.
+            compiled = found if has_autocast else run(torch.compile(experts, backend="eager", fullgraph=True), inputs)
+        for one, other, third in zip(found, expected, compiled, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+            torch.testing.assert_close(third, one, rtol=0.0, atol=0.0)
+        assert not found[3][2].any()
+    # Fake tensors have no values, so an operation whose result the host reads raises.
+    experts.to(torch.bfloat16)
+    with FakeTensorMode() as mode:
+        parameters = {name: mode.from_tensor(each) for name, each in experts.named_parameters()}
+        values = torch.randn(5, 16, dtype=torch.bfloat16), torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.long)
+        assert torch.func.functional_call(experts, parameters, values).shape == (5, 16)
+    narrow = module.Experts(4, 16, 24, "silu", 0.5, True).bfloat16()
+    with pytest.warns(UserWarning, match=r"one by one.* rows of \[12, 16\] and \[16, 12\]"):
+        run(narrow, (torch.randn(5, 16).bfloat16(), torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.long)))
+    smp.shutdown()
+
+
+def test_experts_are_multiplied_together_without_reading_counts():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this PyTorch has no torch.nn.functional.grouped_mm")
+    run_ranks(_check_grouped, 2, launcher=Forked("torch"), timeout=100)
+
+
 def _refused():
     import smdistributed.modelparallel.torch as smp
 

@@ -14,89 +14,18 @@ from support import Forked, run_ranks
 pytestmark = pytest.mark.timeout(200)
 
 
-def _config(**more):
-    import transformers
-
-    sizes = {
-        "vocab_size": 53, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
-        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 5, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0, "use_cache": False,
-    }  # fmt: skip
-    return transformers.T5Config(**sizes | more)
-
-
-#: The class and changes to its configuration, by name.
-KINDS = {
-    "relu": ("T5ForConditionalGeneration", {}),
-    "gated": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
-    "labels": ("T5ForConditionalGeneration", {}),
-    "bare": ("T5Model", {}),
-    "encoder": ("T5EncoderModel", {}),
-    "sequences": ("T5ForSequenceClassification", {"feed_forward_proj": "gated-gelu"}),
-    "tokens": ("T5ForTokenClassification", {}),
-}
-
-
-def _make(name, seed=None):
-    import torch
-    import transformers
-
-    from support.exact_models import exact
-
-    kind, more = KINDS[name]
-    if seed is not None:
-        torch.manual_seed(seed)
-    return exact(getattr(transformers, kind)(_config(**more)))
-
-
-def _run(name, model, ids):
-    """Returns the loss and an output of a model; encoder and decoder inputs have different lengths, and padding."""
-    import torch
-
-    mask = (ids % 11 != 0).long().index_fill_(1, torch.tensor([0]), 1)
-    targets = ids.flip(1)[:, :4]
-    if name == "labels":
-        loss = model(input_ids=ids, attention_mask=mask, labels=targets.masked_fill(targets % 11 == 0, -100)).loss
-        return loss, loss[None]
-    if name == "sequences":
-        # Each sequence has one end-of-sequence token.
-        ids = (ids % 50 + 2).index_fill_(1, torch.tensor([ids.shape[1] - 1]), 1)
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        return torch.nn.functional.cross_entropy(logits, ids[:, 0] % 2), logits
-    if name == "tokens":
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten() % 2), logits
-    if name == "encoder":
-        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return states.sin().mean(), states
-    decoder_mask = (targets % 7 != 0).long().index_fill_(1, torch.tensor([0]), 1)
-    output = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets, decoder_attention_mask=decoder_mask)
-    encoded = output.encoder_last_hidden_state.sin().mean()
-    if name == "bare":
-        return output.last_hidden_state.sin().mean() + encoded, output.last_hidden_state
-    return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten()) + encoded, output.logits
-
-
 def _check(names, layout, modes):
-    import functools
-
     import torch
 
-    import smdistributed.modelparallel.torch as smp
-    from support.tensor_parallel import compare, tokens
+    from support.smp.huggingface import models
+    from support.tensor_parallel import compare
 
     torch.set_default_dtype(torch.float64)
     for name, (prescaled, optimize) in itertools.product(names, modes):
         print(name, prescaled, optimize)
-
-        def make(name=name):
-            with smp.tensor_parallelism():
-                return _make(name)
-
-        compare(
-            make, functools.partial(_run, name), lambda step, replica: (tokens(step, replica),), *layout, prescaled,
-            optimize, steps=5, names=smp.nn.huggingface.t5.translate_state_dict_to_hf_t5, together=name == "labels",
-        )  # fmt: skip
+        model = models()[f"t5-{name}"]
+        compare(model.make, model.run, model.batch, *layout, prescaled, optimize, steps=5, names=model.names,
+                together=model.together)  # fmt: skip
 
 
 MODES = list(itertools.product((False, True), ("memory", "speed")))
@@ -134,22 +63,23 @@ def _check_states():
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import T5_KINDS, make_t5, run_t5
     from support.tensor_parallel import close, config, tokens
 
     torch.set_default_dtype(torch.float64)
     module = smp.nn.huggingface.t5
-    for name, (prescaled, optimize) in zip(KINDS, itertools.cycle(MODES), strict=False):
+    for name, (prescaled, optimize) in zip(T5_KINDS, itertools.cycle(MODES), strict=False):
         print(name, prescaled, optimize)
         smp.init(config(2, 1, prescaled, optimize))
-        alone = _make(name, seed=1).eval()
+        alone = make_t5(name, seed=1).eval()
         with smp.tensor_parallelism():
-            whole = _make(name, seed=1 + smp.rank())
+            whole = make_t5(name, seed=1 + smp.rank())
         model = smp.DistributedModel(whole).eval()
         found = [each for each in model.modules() if isinstance(each, smp.nn.DistributedEncoderDecoder)]
         assert len(found) == 1
         ids = tokens(0, 0 if prescaled else smp.dp_rank())
         with torch.no_grad():
-            for one, other in zip(_run(name, model, ids), _run(name, alone, ids), strict=True):
+            for one, other in zip(run_t5(name, model, ids), run_t5(name, alone, ids), strict=True):
                 close(one, other, 1e-10, name)
         weights, own = alone.state_dict(), model.state_dict()
         theirs = module.translate_state_dict_to_hf_t5(own)
@@ -191,6 +121,7 @@ def _check_created():
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import t5_configuration
     from support.tensor_parallel import config
 
     smp.init(config(2, 1, False, "memory"))
@@ -199,10 +130,10 @@ def _check_created():
     with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):
         import transformers
 
-        whole = transformers.T5ForConditionalGeneration(_config(**sizes))
+        whole = transformers.T5ForConditionalGeneration(t5_configuration(**sizes))
     assert all(each.is_meta for each in whole.parameters())
     state = smp.DistributedModel(whole).state_dict()
-    alone = transformers.T5ForConditionalGeneration(_config(**sizes))
+    alone = transformers.T5ForConditionalGeneration(t5_configuration(**sizes))
     expected = smp.nn.huggingface.t5.translate_hf_state_dict_to_smdistributed(alone.state_dict())
     for name, weight in expected.items():
         if weight.numel() > 500:
@@ -219,6 +150,7 @@ def _check_dropout():
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import t5_configuration
     from support.tensor_parallel import config, tokens
 
     for optimize in ("memory", "speed"):
@@ -226,7 +158,7 @@ def _check_dropout():
         with smp.tensor_parallelism():
             import transformers
 
-            whole = transformers.T5ForConditionalGeneration(_config(dropout_rate=0.3))
+            whole = transformers.T5ForConditionalGeneration(t5_configuration(dropout_rate=0.3))
         model = smp.DistributedModel(whole)
 
         @smp.step
@@ -253,11 +185,12 @@ def _refused():
     import torch
 
     import smdistributed.modelparallel.torch as smp
+    from support.smp.huggingface import make_t5
     from support.tensor_parallel import config, tokens
 
     smp.init(config(2, 1, False, "memory"))
     with smp.tensor_parallelism():
-        whole = _make("relu")
+        whole = make_t5("relu")
     model = smp.DistributedModel(whole).eval()
     ids = tokens(0, 0)
     errors = []

@@ -6,6 +6,7 @@ the group, and no token changes its rank: the exchanges are those of a single fe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,9 @@ from smdistributed.modelparallel.torch.nn.feed_forward import ACTIVATIONS
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, between_products_in_group, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+
+#: Alignment of rows, in bytes, that PyTorch's grouped product needs.
+_ALIGNMENT = 16
 
 
 class Router(DistributedModule):
@@ -99,19 +103,46 @@ class Experts(DistributedModule):
             ``[tokens, hidden_size]``, a partial result.
         """
         count, each = chosen.shape
+        pairs, slices, device = count * each, [self.gate, self.dense1, self.dense2], tokens.device.type
+        if torch.is_autocast_enabled(device):
+            narrow = torch.get_autocast_dtype(device)
+            tokens, slices = tokens.to(narrow), [weight.to(narrow) for weight in slices]
+        is_grouped, numbers = _can_be_grouped(tokens, slices), chosen.flatten()
+        if is_grouped:
+            # PyTorch does not say which gradient the weight of an empty group has. So each expert has one row more,
+            # that of the first token, whose output is not used.
+            numbers = torch.cat((numbers, torch.arange(self.num_experts, device=numbers.device)))
         # One row for each pair of token and expert, in the order of the experts.
-        order = chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(count * each, device=order.device))
-        rows = tokens[:, None].expand(-1, each, -1).reshape(count * each, -1).index_select(0, order)
+        order = numbers.argsort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        rows = tokens[:, None].expand(-1, each, -1).reshape(pairs, -1)
+        rows = rows.index_select(0, order.masked_fill(order >= pairs, 0))
+        with torch.autocast(device, enabled=False):
+            if is_grouped:
+                outputs = self._grouped(rows, numbers.index_select(0, order), slices)
+            else:
+                outputs = self._one_by_one(rows, self._rows_of_experts(chosen), slices)
+        whole = outputs.index_select(0, places[:pairs]).view(count, each, -1)
+        return (whole * weights[..., None].to(whole.dtype)).sum(1)
+
+    def _grouped(self, rows: torch.Tensor, numbers: torch.Tensor, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Multiply all experts together; the host does not read ``numbers``, the expert of each row."""
+        experts = torch.arange(self.num_experts, device=numbers.device)
+        ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
+        gate, dense1, dense2 = (weight.transpose(1, 2) for weight in slices)
+        inner = ACTIVATIONS[self.activation](functional.grouped_mm(rows, gate, offs=ends))
+        return functional.grouped_mm(inner * functional.grouped_mm(rows, dense1, offs=ends), dense2, offs=ends)
+
+    def _one_by_one(self, rows: torch.Tensor, counts: list[int], slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Multiply one expert after the other."""
         activation = ACTIVATIONS[self.activation]
-        parts = rows.split(self._rows_of_experts(chosen))
-        slices = zip(parts, self.gate.unbind(), self.dense1.unbind(), self.dense2.unbind(), strict=True)
         outputs = [
             functional.linear(activation(functional.linear(part, gate)) * functional.linear(part, dense1), dense2)
-            for part, gate, dense1, dense2 in slices
+            for part, gate, dense1, dense2 in zip(
+                rows.split(counts), *(weight.unbind() for weight in slices), strict=True
+            )
         ]
-        whole = torch.cat(outputs).index_select(0, places).view(count, each, -1)
-        return (whole * weights[..., None].to(whole.dtype)).sum(1)
+        return torch.cat(outputs)
 
     def _rows_of_experts(self, chosen: torch.Tensor) -> list[int]:
         """Return the number of rows of each expert. All ranks have the same numbers."""
@@ -121,6 +152,31 @@ class Experts(DistributedModule):
             share, rest = divmod(chosen.numel(), experts)
             return [share + (expert < rest) for expert in range(experts)]
         return torch.bincount(chosen.flatten(), minlength=experts).tolist()
+
+
+def _can_be_grouped(tokens: torch.Tensor, slices: Sequence[torch.Tensor]) -> bool:
+    """Return whether PyTorch has a product of groups whose sizes stay on the device.
+
+    On GPUs, it has one for bfloat16 from compute capability 8.0 on, for rows that start at multiples of 16 bytes. For
+    other types its product reads the sizes on the host as well.
+    """
+    if tokens.dtype != torch.bfloat16:
+        return False
+    # Tensors without memory, while a compiler or a pipeline traces, are taken for aligned ones.
+    has_memory = not torch.compiler.is_compiling() and not isinstance(tokens, FakeTensor)
+    starts = [weight.shape[dim] * weight.element_size() for weight in slices for dim in (1, 2)]
+    starts += [weight.data_ptr() for weight in slices] if has_memory else []
+    reason = None
+    if not hasattr(functional, "grouped_mm"):
+        reason = f"PyTorch {torch.__version__} has no `torch.nn.functional.grouped_mm`"
+    elif tokens.device.type == "cuda" and torch.cuda.get_device_capability(tokens.device) < (8, 0):
+        reason = f"the compute capability of {torch.cuda.get_device_name(tokens.device)} is less than 8.0"
+    elif any(start % _ALIGNMENT for start in starts):
+        sizes = " and ".join(sorted({str(list(weight.shape[1:])) for weight in slices}))
+        reason = f"rows of {sizes}, the slices of their weights, do not start at multiples of {_ALIGNMENT} bytes"
+    if reason is not None:
+        warnings.warn(f"experts are multiplied one by one, and the host waits for the router: {reason}", stacklevel=2)
+    return reason is None
 
 
 class DistributedExpertsLayer(DistributedModule):
