@@ -85,7 +85,11 @@ def measure_bucket_bytes(group: int, device: int) -> int | None:
     """
 
 def are_unchanged(containers: list[tuple[object, object, bool]]) -> bool:
-    """Return whether containers have the items, or with ``True`` the attributes, that they had: identical objects."""
+    """Returns whether containers are as they were.
+
+    `containers` has one tuple for each of them: the container, a list or dictionary with its earlier content, and
+    whether that content is the container's attributes and not its items. Identical objects in the same order count as
+    unchanged."""
 
 def bucket_bytes(bucket_cap_mb: float | None = None, on_device: bool = False) -> int:
     """The size in bytes of a bucket of `bucket_cap_mb` MiB, or the default for gradients on a device or in CPU memory."""

@@ -396,7 +396,7 @@ REFUSED = {
     ),
     "`set_` gives a slice of the batch another storage": (
         _program(2, {"a": "Mode"}, _TWO, ["h = net.a(y)"], forward=["x.t().set_(x)"]),
-        "`set_` gives another storage to a tensor",
+        "`set_` replaces the storage of a tensor",
     ),
     "`_version` of a tensor whose storage tasks write to": (
         _program(2, {"a": "Mode"}, _TWO, ["x[:, h.argmax() % 4] = 2.0", "h = net.a(x * 0.5) * y._version"]),
@@ -504,29 +504,29 @@ REFUSED = {
     ),
     "modules on two partitions share a dictionary that calls change": (
         _program(2, {"a": "Table", "b": "Table"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.a.table = net.b.table"]),
-        "a call of `a` on partition 1 changes the content of `a.table`, which modules on other partitions also have",
+        "a call of `a` on partition 1 changes the content of `a.table`; modules on other partitions have",
     ),
     "modules on two partitions share a dictionary in which calls store their input's mean": (
         _program(2, {"a": "Memo", "b": "Memo"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.a.table = net.b.table"]),
-        "changes the content of `a.table`, which modules on other partitions also have",
+        "changes the content of `a.table`; modules on other partitions have",
     ),
     "modules on two partitions share a tensor to which calls write": (
         _program(2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"], prepare=["net.b.offset = net.a.seen"]),
-        "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+        "a call of `a` on partition 1 changes the content of `a.seen`; modules on other partitions have",
     ),
     "modules on two partitions share a tensor to which calls write, from the second step on": (
         _program(
             2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
             between=["if step == 1:\n    net.b.offset = net.a.seen"],
         ),
-        "a call of `a` on partition 1 changes the content of `a.seen`, which modules on other partitions also have",
+        "a call of `a` on partition 1 changes the content of `a.seen`; modules on other partitions have",
     ),
     "modules on two partitions share a dictionary that calls change, from the second step on": (
         _program(
             2, {"a": "Table", "b": "Table"}, _TWO | {"b": 0}, ["h = net.a(h)", "h = net.b(h)"],
             between=["if step == 1:\n    net.b.table = net.a.table"],
         ),
-        "a call of `a` on partition 1 changes the content of `a.table`, which modules on other partitions also have",
+        "a call of `a` on partition 1 changes the content of `a.table`; modules on other partitions have",
     ),
     "the body reads a tensor that the script has assigned to an attribute to which calls write": (
         _program(
@@ -590,14 +590,14 @@ REFUSED = {
             ["h = net.a(h) if keep.count < 4 else net.b(h)", "keep.count += 1"], prepare=["net.a.table['gain'] = 0.5"],
             between=["if step == 1:\n    net.b.settings['levels'][0] = net.a.table"],
         ),
-        "a call on partition 1 has changed the content of `a.table`, which a module on partition 0 has now",
+        "a call on partition 1 has changed the content of `a.table`; a module on partition 0 has it now",
     ),
     "a module gets a tensor to which calls on another partition have written in the step before": (
         _program(
             2, {"a": "Seen", "b": "Offset"}, _TWO | {"b": 0}, ["h = net.a(h) if keep.count < 4 else net.b(h)", "keep.count += 1"],
             between=["if step == 1:\n    net.b.offset = net.a.seen"],
         ),
-        "a call on partition 1 has changed the content of `b.offset`, which a module on partition 0 has now",
+        "a call on partition 1 has changed the content of `b.offset`; a module on partition 0 has it now",
     ),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ REFUSED = {
             _APART, "net.kept = net.a.running", ["h = net.a(h)", "h = net.b(net.d(h))"],
             between=["if step == 1:\n    net.b.offset = net.kept[:]"],
         ),
-        "has changed the content of `b.offset`, which a module on partition 0 has now",
+        "has changed the content of `b.offset`; a module on partition 0 has it now",
     ),
     "another partition has a parameter in a list": (
         _program(_APART, "net.b.more[0] = net.a.linear.bias", _BOTH),

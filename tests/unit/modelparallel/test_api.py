@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.exceptions import SMPPartitionError  # no
 from smdistributed.modelparallel.torch.partitioning.materialize import (  # noqa: E402
     delay_param_initialization,
     delay_parameters,
-    settle,
+    materialize,
 )
 from smdistributed.modelparallel.torch.split import split  # noqa: E402
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter  # noqa: E402
@@ -377,7 +377,7 @@ def test_delayed_parameters_keep_their_class_and_attributes():
 
 def _materialized(model):
     """Materializes a model as on the only rank of a pipeline."""
-    settle(model, types.SimpleNamespace(of=lambda module: 0), 0, torch.device("cpu"))
+    materialize(model, types.SimpleNamespace(of=lambda module: 0), 0, torch.device("cpu"))
     return model
 
 
@@ -478,7 +478,7 @@ def test_delayed_initialization_through_data_and_parametrizations_keeps_values_o
 
 def test_recurrent_layers_of_other_partitions_keep_no_memory():
     model = torch.nn.Sequential(torch.nn.LSTM(4, 3), torch.nn.Linear(3, 1))
-    settle(model, types.SimpleNamespace(of=lambda module: int(module is model[0])), 0, torch.device("cpu"))
+    materialize(model, types.SimpleNamespace(of=lambda module: int(module is model[0])), 0, torch.device("cpu"))
     assert all(isinstance(weight, MetaParameter) for weight in model[0]._flat_weights)
     assert model[0]._flat_weights[0] is model[0].weight_ih_l0
 
@@ -511,7 +511,7 @@ def test_parents_do_not_initialize_parameters_of_other_partitions():
     with delay_param_initialization():
         model = transformers.GPT2LMHeadModel(config)
     remote = model.transformer.h[1].mlp.c_proj
-    settle(model, types.SimpleNamespace(of=lambda module: int(module is remote)), 0, torch.device("cpu"))
+    materialize(model, types.SimpleNamespace(of=lambda module: int(module is remote)), 0, torch.device("cpu"))
     assert isinstance(remote.weight, MetaParameter)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(0.02, rel=0.1)

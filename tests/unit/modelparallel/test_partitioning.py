@@ -21,7 +21,7 @@ from smdistributed.modelparallel import partition_file  # noqa: E402
 from smdistributed.modelparallel.torch.partitioning import assignment, cost_trace, shared_memory  # noqa: E402
 from smdistributed.modelparallel.torch.partitioning.materialize import (  # noqa: E402
     delay_param_initialization,
-    settle,
+    materialize,
 )
 
 
@@ -432,7 +432,7 @@ def test_views_of_delayed_parameters_share_their_memory():
         module[1].weight = nn.Parameter(module[0].weight[1:3])
     shared = shared_memory.find(module)
     assert [(each.path, each.other_path) for each in shared] == [("0.weight", "1.weight")]
-    settle(module, types.SimpleNamespace(of=lambda part: 0), 0, torch.device("cpu"), shared)
+    materialize(module, types.SimpleNamespace(of=lambda part: 0), 0, torch.device("cpu"), shared)
     assert torch.equal(module[0].weight[1:3], module[1].weight)
     assert shared_memory.shares_elements(module[0].weight, module[1].weight)
 
