@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(hosts.missing_network() is not None, reason=host
 needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or "")
 
 #: Longest time until survivors learn of a death, in seconds.
-NOTICE_SECONDS = 5.0
+NOTICE_SECONDS = 10.0
 #: Silence after which a host counts as gone, in seconds.
 SILENCE_SECONDS = 3
 
