@@ -530,12 +530,12 @@ static std::size_t ranks_of(std::int64_t process_set) { return process_set_ranks
 
 static std::size_t is_included(std::int64_t process_set) {
   const auto ranks = process_set_ranks(process_set);
-  return std::count(ranks.begin(), ranks.end(), world_place().rank) > 0 ? 1 : 0;
+  return std::count(ranks.begin(), ranks.end(), ranks_and_sizes().rank) > 0 ? 1 : 0;
 }
 
-static std::size_t world_rank(std::int64_t) { return world_place().rank; }
-static std::size_t local_rank(std::int64_t) { return world_place().local_rank; }
-static std::size_t local_size(std::int64_t) { return world_place().local_size; }
+static std::size_t world_rank(std::int64_t) { return ranks_and_sizes().rank; }
+static std::size_t local_rank(std::int64_t) { return ranks_and_sizes().local_rank; }
+static std::size_t local_size(std::int64_t) { return ranks_and_sizes().local_size; }
 
 #define SMD_CPU_KERNEL(name, ...) REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), __VA_ARGS__)
 // Registers a kernel for the CPU and the GPU. `on_host` lists the arguments that lie in host memory on a GPU.

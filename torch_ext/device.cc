@@ -64,7 +64,7 @@ void queue(const std::vector<TensorOperation>& operations) {
   std::vector<Call> calls;
   calls.reserve(operations.size());
   for (const auto& operation : operations) calls.push_back(operation.core.call());
-  run_together({calls.data(), calls.size()});
+  run_coalesced({calls.data(), calls.size()});
 }
 
 PendingWork::PendingWork(std::vector<TensorOperation> operations)

@@ -3,10 +3,10 @@
 pub use ffi::*;
 
 use crate::calls::{
-    NamedHandle, add_up, check_device, check_interrupt, clear, compare_gradients, copy, fail_next, group_rank,
+    NamedHandle, accumulate, check_device, check_interrupt, clear, compare_gradients, copy, fail_next, group_rank,
     group_ranks, group_size, join_named, monitored_barrier, note_exposed, process_set_group, process_set_ranks,
-    process_set_root, raise_later, rank, run, run_batch, run_together, session_id, size, submit, submit_batch,
-    submit_group_named, submit_named, world_place,
+    process_set_root, raise_on_return, rank, ranks_and_sizes, run, run_batch, run_coalesced, session_id, size, submit,
+    submit_batch, submit_group_named, submit_named,
 };
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
@@ -129,9 +129,9 @@ mod ffi {
         is_last: bool,
     }
 
-    /// The fields of `smd_core::session::WorldPlace` that operations return.
+    /// The fields of `smd_core::session::RanksAndSizes` that operations return.
     #[derive(Debug)]
-    struct WorldPlace {
+    struct RanksAndSizes {
         rank: usize,
         size: usize,
         local_rank: usize,
@@ -277,7 +277,7 @@ mod ffi {
         ///
         /// # Safety
         /// As `run`, until the device has completed the operation.
-        unsafe fn run_together(calls: &[Call]) -> Result<()>;
+        unsafe fn run_coalesced(calls: &[Call]) -> Result<()>;
 
         /// Copies a tensor, or fills one with zero bytes: at once in CPU memory, queued into its stream on a device.
         ///
@@ -293,7 +293,7 @@ mod ffi {
         ///
         /// # Safety
         /// As `copy`, but for the types.
-        unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()>;
+        unsafe fn accumulate(total: &TensorView, addend: &TensorView) -> Result<()>;
 
         /// Throws the error that ended the operations of `group` on CUDA tensors, if there is one.
         fn check_device(group: u64, during: &str) -> Result<()>;
@@ -355,7 +355,7 @@ mod ffi {
         /// The group of a process set; throws if this rank is not a member.
         fn process_set_group(process_set: i64) -> Result<u64>;
         /// This rank's position in the world of process sets.
-        fn world_place() -> Result<WorldPlace>;
+        fn ranks_and_sizes() -> Result<RanksAndSizes>;
         /// The ranks of a process set.
         fn process_set_ranks(process_set: i64) -> Result<Vec<usize>>;
         /// The position in a process set of a rank of the world.
@@ -385,8 +385,8 @@ mod ffi {
         fn check_interrupt(during: &str) -> Result<()>;
 
         /// Lets the host language raise the exception of a signal handler as soon as this thread returns to it, after
-        /// an interrupted wait; false if it cannot (`smd_core::world::monitor::raise_later`).
-        fn raise_later() -> bool;
+        /// an interrupted wait; false if it cannot (`smd_core::world::monitor::raise_on_return`).
+        fn raise_on_return() -> bool;
 
         /// Adds to the time in which threads of the script waited (`smd_core::metrics`).
         fn note_exposed(nanoseconds: u64);
@@ -421,10 +421,10 @@ mod ffi {
         /// Creates a group of global ranks, in this order. Its members call this.
         fn join_some(ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
         /// Splits a group of these global ranks from this one. All members of this group call this or
-        /// `stay_out_of_split`.
+        /// `split_nocolor`.
         fn split(self: &Membership, ranks: &[usize], timeout_ms: u64) -> Result<Box<Membership>>;
         /// As `split`, for a member that is in no new group.
-        fn stay_out_of_split(self: &Membership, timeout_ms: u64) -> Result<()>;
+        fn split_nocolor(self: &Membership, timeout_ms: u64) -> Result<()>;
         /// Prepares operations on a CUDA device; otherwise the first operation does so. Collective.
         fn connect_device(self: &Membership, device: u16) -> Result<()>;
         /// Id of its communicator.

@@ -59,7 +59,7 @@ pub unsafe fn run(call: &ffi::Call) -> Result<(), Report> {
 
 /// # Safety
 /// See the bridge.
-pub unsafe fn run_together(calls: &[ffi::Call]) -> Result<(), Report> {
+pub unsafe fn run_coalesced(calls: &[ffi::Call]) -> Result<(), Report> {
     guard(|| {
         let Some(first) = calls.first() else { return Ok(()) };
         if let Some(other) = calls.iter().find(|call| call.group != first.group) {
@@ -102,14 +102,14 @@ pub unsafe fn clear(view: &ffi::TensorView) -> Result<(), Report> {
 
 /// # Safety
 /// See the bridge.
-pub unsafe fn add_up(total: &ffi::TensorView, addend: &ffi::TensorView) -> Result<(), Report> {
+pub unsafe fn accumulate(total: &ffi::TensorView, addend: &ffi::TensorView) -> Result<(), Report> {
     guard(|| {
         // SAFETY: the caller's promise, for this and the next line.
         let total = unsafe { tensor(total) }?;
         // SAFETY: as above.
         let addend = unsafe { tensor(addend) }?;
         // SAFETY: as above.
-        unsafe { add::add_up(&total, &addend) }
+        unsafe { add::accumulate(&total, &addend) }
     })
 }
 
@@ -231,11 +231,11 @@ pub fn process_set_group(process_set: i64) -> Result<u64, Report> {
     })
 }
 
-pub fn world_place() -> Result<ffi::WorldPlace, Report> {
+pub fn ranks_and_sizes() -> Result<ffi::RanksAndSizes, Report> {
     guard(|| {
-        let place = session::current("rank")?.world_place("rank")?;
+        let place = session::current("rank")?.ranks_and_sizes("rank")?;
         let ((rank, size), (local_rank, local_size)) = (place.world, place.local);
-        Ok(ffi::WorldPlace { rank, size, local_rank, local_size })
+        Ok(ffi::RanksAndSizes { rank, size, local_rank, local_size })
     })
 }
 
@@ -346,8 +346,8 @@ pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
     })
 }
 
-pub fn raise_later() -> bool {
-    guard_or(false, monitor::raise_later)
+pub fn raise_on_return() -> bool {
+    guard_or(false, monitor::raise_on_return)
 }
 
 pub fn monitored_barrier(group: u64, timeout_ms: u64, all: bool) -> Result<(), Report> {

@@ -67,7 +67,7 @@ impl Membership {
         })
     }
 
-    pub fn stay_out_of_split(&self, timeout_ms: u64) -> Result<(), Report> {
+    pub fn split_nocolor(&self, timeout_ms: u64) -> Result<(), Report> {
         guard(|| self.0.split(None, Duration::from_millis(timeout_ms)).map(drop))
     }
 

@@ -57,7 +57,7 @@ def group_ranks(group: int = 0) -> list[int]:
 def start_world(ranks: Sequence[int] | None = None) -> None:
     """Creates the world from these ranks of the job, or from all; does nothing if there is one."""
 
-def world_place() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], bool]:
+def ranks_and_sizes() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], bool]:
     """
     Rank and size in the world, among its ranks on this host, and among those with this local rank; and whether all
     hosts have equally many ranks.
@@ -555,7 +555,7 @@ class CheckpointSaver:
         attempt: int,
         layout: str,
         content: str,
-        places: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]],
+        slices: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]],
         asynchronous: bool,
         owner: object = None,
     ) -> None:

@@ -63,7 +63,7 @@ impl CheckpointSaver {
     /// Saves; `layout` and `content` are JSON. The memory at the slices' addresses must not change until the call
     /// returns; for slices that `owner` holds, as long as `owner` lives.
     #[expect(clippy::too_many_arguments, reason = "Python names them")]
-    #[pyo3(signature = (tag, step, attempt, layout, content, places, asynchronous, owner = None))]
+    #[pyo3(signature = (tag, step, attempt, layout, content, slices, asynchronous, owner = None))]
     fn save(
         &self,
         py: Python<'_>,
@@ -72,13 +72,13 @@ impl CheckpointSaver {
         attempt: u64,
         layout: &str,
         content: &str,
-        places: Vec<SourceRow>,
+        slices: Vec<SourceRow>,
         asynchronous: bool,
         owner: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         enter(py, || {
             let (layout, content) = (json("layout", layout)?, json("content", content)?);
-            let sources = places.into_iter().map(source).collect::<Result<_>>()?;
+            let sources = slices.into_iter().map(source).collect::<Result<_>>()?;
             let owner = owner.map(|owner| Box::new(owner) as Box<dyn Send>);
             let job = RankSave { sources, owner };
             // SAFETY: the Python package keeps the tensors, and changes them only after this returns.

@@ -35,7 +35,7 @@ thread_local! {
 
 /// Installs the hooks with which Python's signals end waits of the core.
 pub fn install() {
-    monitor::set_interrupt_hooks(InterruptHooks { pending: check_signals, raise_later });
+    monitor::set_interrupt_hooks(InterruptHooks { pending: check_signals, raise_on_return });
 }
 
 /// Runs `body`, which may wait, without the GIL.
@@ -73,7 +73,7 @@ fn check_signals() -> bool {
 }
 
 /// Lets the interpreter raise the exception later (ENT-3).
-fn raise_later() -> bool {
+fn raise_on_return() -> bool {
     extern "C" fn raise(_: *mut c_void) -> c_int {
         // Pending calls run on the main thread, as the wait did.
         RAISES.set(false);

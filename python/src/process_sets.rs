@@ -18,7 +18,7 @@ type RankAndSize = (usize, usize);
 /// Rank and size in the world, among its ranks on this host, and among those with this local rank; and whether all
 /// hosts have equally many ranks.
 #[pyfunction]
-fn world_place(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSize, bool)> {
+fn ranks_and_sizes(py: Python<'_>) -> PyResult<(RankAndSize, RankAndSize, RankAndSize, bool)> {
     query_place(py, "rank", |place| {
         let place = World::of(place, "rank")?.place;
         Ok((place.world, place.local, place.cross, place.is_homogeneous))
@@ -58,7 +58,7 @@ fn process_sets(py: Python<'_>) -> PyResult<Vec<(u32, Vec<usize>)>> {
 /// Adds this file's functions.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_world, module)?)?;
-    module.add_function(wrap_pyfunction!(world_place, module)?)?;
+    module.add_function(wrap_pyfunction!(ranks_and_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(world_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(register_process_sets, module)?)?;
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;

@@ -142,7 +142,7 @@ def _sums_body():
             with torch.autocast("cuda", half_type):
                 outputs = [each(x) for x in inputs]
             if turn == 0:
-                torch.ops.smd.add_up_casts(outputs[:1])
+                torch.ops.smd.accumulate_casts(outputs[:1])
             torch.manual_seed(2)
             for output in outputs:
                 output.backward(torch.randn_like(output))

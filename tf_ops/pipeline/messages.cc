@@ -31,9 +31,9 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 // The state of a message that was sent: under way, or ended with a status.
-class Delivery {
+class SentMessage {
  public:
-  static constexpr char kTypeName[] = "smd::Delivery";
+  static constexpr char kTypeName[] = "smd::SentMessage";
 
   using Listener = std::function<void(const absl::Status&)>;
 
@@ -71,21 +71,21 @@ class Delivery {
 // Namespaces that TensorFlow's macros refer to.
 namespace variant_op_registry_fn_registration = tensorflow::variant_op_registry_fn_registration;
 using tensorflow::TypeIndex;
-using Message = Held<Delivery>;
-SMD_REGISTER_HELD(Delivery);
+using Message = Held<SentMessage>;
+SMD_REGISTER_HELD(SentMessage);
 
-class DeliveryCompletion final : public Completion {
+class SendCompletion final : public Completion {
  public:
-  DeliveryCompletion(std::shared_ptr<Delivery> delivery, TensorOperation operation)
-      : delivery_(std::move(delivery)), operation_(std::move(operation)) {}
+  SendCompletion(std::shared_ptr<SentMessage> message, TensorOperation operation)
+      : message_(std::move(message)), operation_(std::move(operation)) {}
 
   void done(rust::Str error, std::int64_t) noexcept override {
     operation_.release();
-    delivery_->end(error.empty() ? absl::OkStatus() : to_status({error.data(), error.size()}));
+    message_->end(error.empty() ? absl::OkStatus() : to_status({error.data(), error.size()}));
   }
 
  private:
-  std::shared_ptr<Delivery> delivery_;
+  std::shared_ptr<SentMessage> message_;
   TensorOperation operation_;
 };
 
@@ -125,15 +125,15 @@ class SendKernel final : public OpKernel {
   void Compute(OpKernelContext* context) override {
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
-    auto delivery = std::make_shared<Delivery>();
-    output->scalar<tensorflow::Variant>()() = Message{delivery};
+    auto message = std::make_shared<SentMessage>();
+    output->scalar<tensorflow::Variant>()() = Message{message};
     const Tensor& input = context->input(0);
     // An empty tensor is not sent: the receiver knows from the shape that nothing comes.
-    if (input.NumElements() == 0) return delivery->end(absl::OkStatus());
+    if (input.NumElements() == 0) return message->end(absl::OkStatus());
     TensorOperation call = address_.message(context, Collective::Send);
     call.read(input);
     const Operation core = call.core;
-    auto completion = std::make_unique<DeliveryCompletion>(std::move(delivery), std::move(call));
+    auto completion = std::make_unique<SendCompletion>(std::move(message), std::move(call));
     OP_REQUIRES_OK(context, checked([&] { core.submit(std::move(completion)); }));
   }
 

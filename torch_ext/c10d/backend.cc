@@ -426,7 +426,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
     monitored_barrier(static_cast<std::uint64_t>(group_), static_cast<std::uint64_t>(timeout_ms), wait_all_ranks);
   } catch (const rust::Error& error) {
     // As in `GroupWork::wait`.
-    if (report_code(error.what()) != "interrupted" || !raise_later()) throw_report(error.what());
+    if (report_code(error.what()) != "interrupted" || !raise_on_return()) throw_report(error.what());
   }
 }
 
@@ -499,15 +499,15 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
   }
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
   if (position == ranks.end()) {
-    stay_out_of_split();
+    split_nocolor();
     return nullptr;
   }
   return make(store, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), members,
               options ? options->timeout : Milliseconds(timeout_ms_), this);
 }
 
-void Backend::stay_out_of_split() const {
-  checked([&] { membership_->stay_out_of_split(static_cast<std::uint64_t>(timeout_ms_.load())); });
+void Backend::split_nocolor() const {
+  checked([&] { membership_->split_nocolor(static_cast<std::uint64_t>(timeout_ms_.load())); });
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
@@ -545,8 +545,8 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
                           Backend::make(group->getStore(), group->getRank(), group->getSize(), ranks,
                                         Milliseconds(timeout_ms), parent ? ours(**parent) : nullptr));
       });
-  m.def("stay_out_of_split(__torch__.torch.classes.c10d.ProcessGroup parent) -> ()", [](const Group& parent) {
-    if (const auto* backend = ours(*parent)) backend->stay_out_of_split();
+  m.def("split_nocolor(__torch__.torch.classes.c10d.ProcessGroup parent) -> ()", [](const Group& parent) {
+    if (const auto* backend = ours(*parent)) backend->split_nocolor();
   });
 }
 

@@ -29,7 +29,7 @@ class Backend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
 
   // Creates the group of the global ranks in `ranks`, or of all ranks if it is empty. Collective. With a parent, the
-  // group is split from it: all ranks of the parent call this function or `stay_out_of_split`.
+  // group is split from it: all ranks of the parent call this function or `split_nocolor`.
   static c10::intrusive_ptr<Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                           const std::vector<int64_t>& ranks, std::chrono::milliseconds timeout,
                                           const Backend* parent = nullptr);
@@ -80,7 +80,7 @@ class Backend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
-  void stay_out_of_split() const;
+  void split_nocolor() const;
   // Connects the device, as `init_process_group(device_id=...)` requests. Without this call, the first operation on the
   // device does it.
   void eagerConnectSingleDevice(at::Device device) override;

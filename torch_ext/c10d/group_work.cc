@@ -158,7 +158,7 @@ void GroupWork::run(const std::vector<TensorOperation>& operations) {
     error = copy_back(operations);
   } catch (const rust::Error& failure) {
     error = failure.what();
-    if (report_code(error) == "interrupted") raise_later();
+    if (report_code(error) == "interrupted") raise_on_return();
   }
   call_done(error, -1);
 }
@@ -230,7 +230,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
     try {
       check_interrupt(title_);
     } catch (const rust::Error& error) {
-      if (!raise_later()) throw_report(error.what());
+      if (!raise_on_return()) throw_report(error.what());
       return false;
     }
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {

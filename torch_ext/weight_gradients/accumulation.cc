@@ -77,7 +77,7 @@ at::Tensor cast_parameter(const torch::autograd::Node& node) {
 }
 
 // Installs the hook on the casts of parameters that `roots` depend on. It acts from the second backward on.
-void add_up_casts(const std::vector<at::Tensor>& roots) {
+void accumulate_casts(const std::vector<at::Tensor>& roots) {
   std::vector<torch::autograd::Node*> stack;
   std::unordered_set<torch::autograd::Node*> known;
   const auto visit = [&](torch::autograd::Node* node) {
@@ -100,7 +100,7 @@ void add_up_casts(const std::vector<at::Tensor>& roots) {
 void add_to(const at::Tensor& total, const at::Tensor& addend) {
   const at::NoGradGuard no_grad;
   if (has_kernel(total, addend)) {
-    checked([&] { add_up(describe(total), describe(addend)); });
+    checked([&] { accumulate(describe(total), describe(addend)); });
     total.unsafeGetTensorImpl()->bump_version();
   } else {
     total.add_(addend);
@@ -111,8 +111,8 @@ bool adds_up(const torch::autograd::FunctionPreHook& hook) {
   return dynamic_cast<const AccumulationHook*>(&hook) != nullptr;
 }
 
-TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("add_up_casts(Tensor[] roots) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("accumulate_casts(Tensor[] roots) -> ()"); }
 
-TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("add_up_casts", TORCH_FN(add_up_casts)); }
+TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("accumulate_casts", TORCH_FN(accumulate_casts)); }
 
 }  // namespace smd::torch_ext

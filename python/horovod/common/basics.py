@@ -154,7 +154,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[0][0]
+        return _core.ranks_and_sizes()[0][0]
 
     @_control
     def size(self) -> int:
@@ -166,7 +166,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[0][1]
+        return _core.ranks_and_sizes()[0][1]
 
     @_control
     def local_rank(self) -> int:
@@ -178,7 +178,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[1][0]
+        return _core.ranks_and_sizes()[1][0]
 
     @_control
     def local_size(self) -> int:
@@ -190,7 +190,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[1][1]
+        return _core.ranks_and_sizes()[1][1]
 
     @_control
     def cross_rank(self) -> int:
@@ -202,7 +202,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[2][0]
+        return _core.ranks_and_sizes()[2][0]
 
     @_control
     def cross_size(self) -> int:
@@ -214,7 +214,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[2][1]
+        return _core.ranks_and_sizes()[2][1]
 
     @_control
     def is_homogeneous(self) -> bool:
@@ -226,7 +226,7 @@ class HorovodBasics:
         Raises:
             ValueError: ``init()`` was not called.
         """
-        return _core.world_place()[3]
+        return _core.ranks_and_sizes()[3]
 
     def mpi_threads_supported(self) -> bool:
         """Return whether any thread may call MPI.
@@ -419,7 +419,7 @@ def shared() -> HorovodBasics:
 
 def _has_world() -> bool:
     try:
-        _core.world_place()
+        _core.ranks_and_sizes()
     except RuntimeError:
         return False
     return True

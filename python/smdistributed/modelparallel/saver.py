@@ -25,13 +25,13 @@ class Content(NamedTuple):
     """The content that a rank saves.
 
     Attributes:
-        places: Slices of tensors, see ``shares.places``.
+        shard_slices: Slices of tensors, see ``shares.shard_slices``.
         layout: Layout of the ranks, as JSON; that of rank 0 is saved.
         text: Content beside the tensors, as JSON; that of rank 0 is saved.
         owner: Keeps the memory of the tensors alive.
     """
 
-    places: Sequence[shares.Place]
+    shard_slices: Sequence[shares.ShardSlice]
     layout: str
     text: str
     owner: Any
@@ -112,7 +112,7 @@ class Saver:
             self._on_all_ranks(join, what)
             self._on_all_ranks(
                 lambda: self._saver.save(
-                    tag, step, number, content.layout, content.text, content.places, asynchronous, content.owner
+                    tag, step, number, content.layout, content.text, content.shard_slices, asynchronous, content.owner
                 ),
                 what,
             )

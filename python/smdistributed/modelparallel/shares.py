@@ -33,7 +33,7 @@ ELEMENTS = {
 }
 
 #: A slice for `_core.CheckpointSaver.save`.
-Place = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]
+ShardSlice = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int, bool]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Block:
     whole_shape: Sequence[int] | None = None
 
 
-def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
+def shard_slices(blocks: Iterable[Block], replica: int, replicas: int) -> list[ShardSlice]:
     """Return the slices that this replica writes: its part of the rows of large tensors, and some of the small tensors.
 
     Args:
@@ -73,18 +73,18 @@ def places(blocks: Iterable[Block], replica: int, replicas: int) -> list[Place]:
         (block.shape[0] if block.shape else None, math.prod(block.shape) * block.item_bytes, block.is_shared)
         for block in blocks
     ]
-    found: list[Place] = []
+    found: list[ShardSlice] = []
     for index, rows in _core.checkpoint_shares(sizes, replica, replicas):
         block = blocks[index]
         start, lengths, offset = [0] * len(block.shape), list(block.shape), 0
         if rows is not None:
             start[0], lengths[0] = rows
             offset = start[0] * math.prod(block.shape[1:]) * block.item_bytes
-        found.append(_place(block, start, lengths, block.address + offset))
+        found.append(_shard_slice(block, start, lengths, block.address + offset))
     return found
 
 
-def _place(block: Block, start: Sequence[int], lengths: Sequence[int], address: int) -> Place:
+def _shard_slice(block: Block, start: Sequence[int], lengths: Sequence[int], address: int) -> ShardSlice:
     if block.origin is not None:
         start = [first + own for first, own in zip(block.origin, start, strict=True)]
     return block.name, block.element, block.whole_shape or block.shape, start, lengths, address, block.is_held

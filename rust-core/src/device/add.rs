@@ -33,7 +33,7 @@ struct AdditionArgument {
 ///
 /// # Safety
 /// The views' promise holds until the addition is done; they do not overlap.
-pub unsafe fn add_up(total: &TensorView, addend: &TensorView) -> Result<()> {
+pub unsafe fn accumulate(total: &TensorView, addend: &TensorView) -> Result<()> {
     let Device::Cuda(device) = total.device() else {
         return Err(Error::Unsupported("a tensor in CPU memory was passed to an addition on a device".to_owned()));
     };
@@ -75,7 +75,7 @@ fn kernel(
     {
         return Ok(kernel);
     }
-    let kernel = Kernel::get(context, &SOURCE, "add_up", defines)?;
+    let kernel = Kernel::get(context, &SOURCE, "accumulate", defines)?;
     known.push((context.device(), addend, kernel));
     Ok(kernel)
 }

@@ -46,7 +46,7 @@ use graph_reducers::GraphReducers;
 use groups::Groups;
 use hosts::HostConnection;
 use process_sets::ProcessSets;
-pub use process_sets::WorldPlace;
+pub use process_sets::RanksAndSizes;
 use replicas::Replicas;
 use store_rendezvous::StoreRendezvous;
 

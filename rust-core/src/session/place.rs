@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 
-use super::{STATE, SessionState, WorldPlace, is_running};
+use super::{RanksAndSizes, STATE, SessionState, is_running};
 use crate::error::{Error, Result};
 use crate::world::fork;
 
@@ -31,7 +31,7 @@ pub struct World {
     /// Ranks, as ranks of the job.
     pub ranks: Vec<usize>,
     /// This rank's place in it.
-    pub place: WorldPlace,
+    pub place: RanksAndSizes,
     /// Ids and ranks of its process sets.
     pub sets: Vec<(u32, Vec<usize>)>,
 }
@@ -75,7 +75,7 @@ fn own() -> Option<Place> {
     };
     let world = || {
         let ranks = session.world_ranks("rank").ok()?;
-        Some(World { ranks, place: session.world_place("rank").ok()?, sets: session.process_sets().ok()? })
+        Some(World { ranks, place: session.ranks_and_sizes("rank").ok()?, sets: session.process_sets().ok()? })
     };
     Some(Place {
         rank: session.rank(),

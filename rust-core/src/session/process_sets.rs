@@ -39,7 +39,7 @@ struct ProcessSet {
 
 /// This rank's position in the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WorldPlace {
+pub struct RanksAndSizes {
     /// Rank and size in the world.
     pub world: (usize, usize),
     /// Rank and size among the ranks of this host.
@@ -102,7 +102,7 @@ impl Session {
     ///
     /// # Errors
     /// [`Error::NotInitialized`] naming `call`.
-    pub fn world_place(&self, call: &'static str) -> Result<WorldPlace> {
+    pub fn ranks_and_sizes(&self, call: &'static str) -> Result<RanksAndSizes> {
         let world = self.world_ranks(call)?;
         let host = |rank: &usize| self.places[*rank].host;
         let among = |ranks: &[usize]| {
@@ -116,7 +116,7 @@ impl Session {
         let local = among(&hosts[&host(&self.rank())]);
         let cross: Vec<usize> = hosts.values().filter_map(|ranks| ranks.get(local.0).copied()).collect();
         let is_homogeneous = hosts.values().all(|ranks| ranks.len() == local.1);
-        Ok(WorldPlace { world: among(&world), local, cross: among(&cross), is_homogeneous })
+        Ok(RanksAndSizes { world: among(&world), local, cross: among(&cross), is_homogeneous })
     }
 
     /// Creates a set for each list, unless there is one, and returns the ids. All ranks call it.

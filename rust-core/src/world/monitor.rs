@@ -52,7 +52,7 @@ pub struct InterruptHooks {
     pub pending: fn() -> bool,
     /// Has the pending signal raised once control returns to the host language, for callers that cannot return its
     /// error. Returns false if that is not possible.
-    pub raise_later: fn() -> bool,
+    pub raise_on_return: fn() -> bool,
 }
 
 static INTERRUPT_HOOKS: OnceLock<InterruptHooks> = OnceLock::new();
@@ -84,9 +84,9 @@ pub fn interrupt_pending() -> bool {
     !SIGNALS_WAIT.get() && INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.pending)())
 }
 
-/// See [`InterruptHooks::raise_later`].
-pub fn raise_later() -> bool {
-    INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.raise_later)())
+/// See [`InterruptHooks::raise_on_return`].
+pub fn raise_on_return() -> bool {
+    INTERRUPT_HOOKS.get().is_some_and(|hooks| (hooks.raise_on_return)())
 }
 
 /// The departures so far. The control plane writes them, and all waits read them.
@@ -257,7 +257,7 @@ mod tests {
         thread_local! {
             static ASKED: Cell<bool> = const { Cell::new(false) };
         }
-        set_interrupt_hooks(InterruptHooks { pending: || ASKED.get(), raise_later: || false });
+        set_interrupt_hooks(InterruptHooks { pending: || ASKED.get(), raise_on_return: || false });
         assert!(!interrupt_pending());
         ASKED.set(true);
         assert!(interrupt_pending());

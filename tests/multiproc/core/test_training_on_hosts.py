@@ -14,7 +14,7 @@ import pytest
 
 from support import hosts, more, run_ranks, start_ranks
 from support.devices import NUM_DEVICES, needs_one
-from support.host_jobs import JOBS, compare_with_one_process, train_until_an_error
+from support.hosts.jobs import JOBS, compare_with_one_process, train_until_an_error
 from support.tf_env import ENV
 
 pytestmark = [

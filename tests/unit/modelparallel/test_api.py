@@ -219,7 +219,7 @@ def _cast_of(parameter, node):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
-    # 256 x 256 weights have 65,536 elements, the smallest size for which `add_up_casts` adds up gradients.
+    # 256 x 256 weights have 65,536 elements, the smallest size for which `accumulate_casts` adds up gradients.
     width = 256
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(width, width), torch.randn(3, width)
@@ -232,7 +232,7 @@ def test_gradients_of_casts_add_up_to_the_same_bits(hooked):
             # Autocast caches the cast of the weight, so all three losses share it.
             losses = [layer(x * scale).float().pow(2).sum() for scale in (1.0, 0.3, 3.0)]
         if at_once:
-            torch.ops.smd.add_up_casts(losses[:1])
+            torch.ops.smd.accumulate_casts(losses[:1])
             cast = _cast_of(layer.weight, losses[0].grad_fn)
             cast.register_hook(lambda inputs, _: widened.append(inputs[0] is not None))
         for loss in losses:
@@ -247,7 +247,7 @@ def test_gradients_of_casts_to_other_devices_are_left_to_pytorch():
     weight = torch.nn.Parameter(torch.zeros(256, 256))
     weight.grad = torch.zeros_like(weight)
     elsewhere = weight.to("meta", torch.bfloat16)
-    torch.ops.smd.add_up_casts([elsewhere])
+    torch.ops.smd.accumulate_casts([elsewhere])
     # The hook leaves the gradient to PyTorch, which fails to copy it from the meta device to the parameter's.
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         elsewhere.backward(torch.zeros_like(elsewhere))

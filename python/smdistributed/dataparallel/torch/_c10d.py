@@ -233,7 +233,7 @@ def _is_valid(ranks: Any, timeout: Any, device_id: Any) -> bool:
 
 def _stay_out(group: dist.ProcessGroup) -> None:
     """Record that this rank is in none of the groups that other ranks create out of `group` now."""
-    torch.ops.smd.stay_out_of_split(group.boxed())
+    torch.ops.smd.split_nocolor(group.boxed())
 
 
 def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:

@@ -33,7 +33,7 @@ static __device__ __forceinline__ TOTAL add(TOTAL total, ADDEND addend) {
                                 (Element<TOTAL>::Number)Element<ADDEND>::widen(addend));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) add_up(const __grid_constant__ Addition sum) {
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Addition sum) {
   TOTAL *total = (TOTAL *)sum.total;
   const ADDEND *addend = (const ADDEND *)sum.addend;
   const u64 groups = ((u64)total | (u64)addend) % 16 == 0 ? sum.elems / GROUP : 0;

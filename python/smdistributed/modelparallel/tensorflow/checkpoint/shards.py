@@ -80,9 +80,9 @@ class Shards:
                 shares.Block(name, shares.ELEMENTS[_kind(array)], list(array.shape), array.itemsize, array.ctypes.data)
                 for name, array in arrays.items()
             ]
-            places = shares.places(blocks, groups.rank_in("dp"), len(groups.members["dp"]))
+            slices = shares.shard_slices(blocks, groups.rank_in("dp"), len(groups.members["dp"]))
             layout = {"pp": len(groups.members["pp"]), "rdp": len(groups.members["dp"])}
-            return Content(places, json.dumps(layout), "{}", arrays)
+            return Content(slices, json.dumps(layout), "{}", arrays)
 
         self._saver.save(tag, number, make, asynchronous=False)
 

@@ -142,7 +142,7 @@ class CheckpointManager:
             rows |= {name: sharded_tensors.Rows(each, [], []) for name, each in local.numbers.items()}
             blocks += [_rows_block(name, each) for name, each in rows.items()]
             copies |= {name: each.tensor for name, each in rows.items()}
-        places = shares.places(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
+        slices = shares.shard_slices(blocks, state.groups.rank_in("rdp"), len(state.groups.members["rdp"]))
         layout = {
             "pp": len(state.groups.members["pp"]),
             "tp": len(state.groups.members["tp"]),
@@ -150,7 +150,7 @@ class CheckpointManager:
             "assignment": {path: model.partition_of(path) for path, _ in model.module.named_modules()},
             "aliases": {_MODEL + alias: _MODEL + name for alias, name in _aliases(model).items()},
         }
-        return Content(places, json.dumps(layout), text, copies)
+        return Content(slices, json.dumps(layout), text, copies)
 
     def wait(self) -> None:
         """Wait for the running save; all ranks call it.

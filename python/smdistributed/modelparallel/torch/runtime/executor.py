@@ -230,7 +230,7 @@ class Executor:
                 # The casts of later microbatches use the same autograd nodes (EXE-4).
                 self._known.add(number)
                 if any(tasks[task].context.autocast for task in stage.tasks):
-                    torch.ops.smd.add_up_casts([tensor for tensor in exports.values() if tensor.requires_grad])
+                    torch.ops.smd.accumulate_casts([tensor for tensor in exports.values() if tensor.requires_grad])
             stage_state = mb.stage_states[number] = StageState(leaves, exports, offloaded)
             # For a stage that runs early, not all backward roots are known yet.
             if not self._early:
