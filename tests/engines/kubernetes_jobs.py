@@ -19,6 +19,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from leftovers import files_left, shared_memory
+
 from support import hosts, launchers
 
 #: Packages with the schemas.
@@ -100,6 +104,12 @@ def start_pods(commands, environments):
     ]
 
 
+def rank_of(pod):
+    """Id of the process that trains: that of the pod, or the one that this starts in another PID namespace."""
+    children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
+    return int(children[0]) if "unshare" in pod.args else pod.pid
+
+
 class Reader(threading.Thread):
     """Reads what a pod prints, and notes when each line came."""
 
@@ -150,10 +160,19 @@ def check_training(outputs):
     assert "on 2 ranks" in "\n".join(outputs)
 
 
-def container(document, *path):
+def pod_spec(document, *path):
     for key in path:
         document = document[key]
-    return document["template"]["spec"]["containers"][0]
+    return document["template"]["spec"]
+
+
+def container(document, *path):
+    return pod_spec(document, *path)["containers"][0]
+
+
+def before_the_command(pod):
+    """What starts the command of a container: unless the pod shares a PID namespace, its process is the first one of its own."""
+    return [] if pod.get("shareProcessNamespace") else ["unshare", "--pid", "--fork", "--kill-child"]
 
 
 @pytest.fixture
@@ -163,8 +182,10 @@ def secret():
 
 def indexed_job(arguments, secret, size=2, master="localhost"):
     """Commands and variables of the pods of the Job."""
-    pod = container(load("job.yaml")[1], "spec")
+    document = load("job.yaml")[1]
+    pod = container(document, "spec")
     command = [part.replace("--checkpoints /checkpoints", arguments) for part in pod["command"]]
+    command = [*before_the_command(pod_spec(document, "spec")), *command]
     given = {each["name"]: each["value"] for each in pod["env"]}
     assert given["MASTER_ADDR"] == "digits-0.digits"
     port = str(launchers.free_port())
@@ -176,8 +197,12 @@ def pytorch_job(arguments, secret, size=2, master="localhost"):
     """Commands and variables of the pods of the PyTorchJob, with one master."""
     (document,) = load("pytorchjob.yaml")
     kinds = ["Master"] + ["Worker"] * (size - 1)
-    pods = [container(document, "spec", "pytorchReplicaSpecs", kind) for kind in kinds]
-    commands = [[*pod["command"][: pod["command"].index("--checkpoints")], *arguments.split()] for pod in pods]
+    pods = [pod_spec(document, "spec", "pytorchReplicaSpecs", kind) for kind in kinds]
+    commands = []
+    for pod in pods:
+        command = pod["containers"][0]["command"]
+        command = [*command[: command.index("--checkpoints")], *arguments.split()]
+        commands.append([*before_the_command(pod), *command])
     port = str(launchers.free_port())
     variables = [
         {
@@ -196,21 +221,24 @@ def test_a_job_trains(job, secret):
 
 
 @pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGTERM)])
 @pytest.mark.parametrize("job", [indexed_job, pytorch_job])
-def test_a_killed_pod_is_named_by_the_others(job, victim, secret, tmp_path):
-    """Each pod has a network namespace and a host name. Rank 0 serves the store where the ranks met."""
+def test_a_killed_pod_is_named_by_the_others(job, victim, how, secret, tmp_path):
+    """Each pod has a network namespace and a host name. Rank 0 serves the store where the ranks met.
+
+    SIGTERM is what a pod gets that is deleted or evicted. The first process of a PID namespace ignores it if it has no handler.
+    """
     with hosts.Hosts(3) as three:
         commands, variables = job("--epochs 100000", secret, three.count, hosts.address(0))
         # All prefixes end in `exec`: the process of the pod is the rank.
         commands = [[*three.on(rank), *command] for rank, command in enumerate(commands)]
-        before = set(Path("/dev/shm").iterdir())
+        before = shared_memory()
         own = {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
         pods = start_pods(commands, [{**each, **own} for each in variables])
         readers = [Reader(pod) for pod in pods]
         try:
             readers[0].wait_for("epoch 1:", 120)
-            pods[victim].kill()
+            os.kill(rank_of(pods[victim]), how)
             killed = time.monotonic()
             survivors = [rank for rank in range(3) if rank != victim]
             # The end of the process comes later: on a busy machine Python takes seconds to free what PyTorch has made.
@@ -224,9 +252,32 @@ def test_a_killed_pod_is_named_by_the_others(job, victim, secret, tmp_path):
     assert max(named) < 10, [reader.text() for reader in readers]
     for rank in survivors:
         assert pods[rank].returncode not in (0, -signal.SIGKILL), readers[rank].text()
-    # PyTorch leaves empty folders.
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert files_left(tmp_path, before) == []
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+def test_a_job_that_is_deleted_leaves_nothing(job, secret, tmp_path):
+    """All pods get SIGTERM."""
+    with hosts.Hosts(2) as two:
+        commands, variables = job("--epochs 100000", secret, two.count, hosts.address(0))
+        commands = [[*two.on(rank), *command] for rank, command in enumerate(commands)]
+        before = shared_memory()
+        own = {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+        pods = start_pods(commands, [{**each, **own} for each in variables])
+        readers = [Reader(pod) for pod in pods]
+        try:
+            readers[0].wait_for("epoch 1:", 120)
+            for pod in pods:
+                os.kill(rank_of(pod), signal.SIGTERM)
+            for pod in pods:
+                pod.wait(10)
+        finally:
+            for pod in pods:
+                pod.kill()
+                pod.wait()
+    assert all(pod.returncode != 0 for pod in pods), [reader.text() for reader in readers]
+    assert files_left(tmp_path, before) == []
 
 
 def test_a_job_of_the_trainer_trains(secret):

@@ -1,0 +1,28 @@
+"""Files that a job leaves behind.
+
+before = shared_memory()
+... a job whose TMPDIR is `folder` ...
+assert files_left(folder, before) == []
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def shared_memory() -> set[str]:
+    """Names of the files in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def files_left(folder: Path, before: set[str]) -> list[str]:
+    """Files below `folder`, and those in /dev/shm that are not in `before`.
+
+    PyTorch leaves empty folders, which do not count.
+    """
+    if shared_memory() - before:
+        # Another program's file may be there for a moment. A file that the job left stays.
+        time.sleep(1.0)
+    files = [str(path) for path in folder.rglob("*") if not path.is_dir()]
+    return sorted([*files, *(f"/dev/shm/{name}" for name in shared_memory() - before)])
