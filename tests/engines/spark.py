@@ -55,6 +55,7 @@ class SparkCluster:
             "OMP_NUM_THREADS": "1",
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_LOCAL_DIRS": str(self.folder / "local"),
+            "TMPDIR": str(self.folder / "tmp"),
             "SPARK_HOME": str(self.folder / "home"),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -63,6 +64,7 @@ class SparkCluster:
     def __enter__(self) -> SparkCluster:
         import pyspark
 
+        (self.folder / "tmp").mkdir()
         # Workers of a local cluster write below SPARK_HOME.
         home = self.folder / "home"
         home.mkdir()

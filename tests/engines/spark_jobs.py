@@ -18,6 +18,7 @@ if shutil.which("java") is None:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from leftovers import files_left, shared_memory
 from spark import ROOT, SparkCluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,8 +26,11 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def cluster():
+    before = shared_memory()
     with SparkCluster() as running:
         yield running
+        running.check_that_all_have_ended()
+        assert files_left(running.folder / "tmp", before) == []
 
 
 def test_run_trains_as_one_process(cluster):
