@@ -29,11 +29,11 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-python test-newest test-install test-trainer matrix matrix-ends format generated develop wheel release \
+.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-aarch64 test-python test-newest test-install test-trainer matrix matrix-ends format generated develop wheel release \
 	clean docs torch-suite test-engines test-clients build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Train on handwritten digits with 2 processes; compare with 1 process, and with torch DDP over gloo
 	$(BOTH) build-release packages-demo
@@ -145,6 +145,9 @@ test-tsan: ## Run tests of the core under ThreadSanitizer (needs a nightly toolc
 
 test-miri: ## Run those tests of the core under Miri that it can run
 	tests/sanitizers.sh miri
+
+test-aarch64: ## Cross-build the crates for Linux on aarch64 and run their tests under qemu-user; ARGS= is a filter of tests
+	tests/aarch64.sh $(ARGS)
 
 develop: $(STAMPS)/develop ## Build the library and install this checkout into .venv
 

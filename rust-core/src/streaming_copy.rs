@@ -22,6 +22,9 @@ pub(crate) struct Publisher {
     streams: AtomicU32,
 }
 
+/// Whether [`stream`] differs from an ordinary copy. On other architectures there is nothing to choose, so no copy is
+/// timed.
+const HAS_STREAMING_STORES: bool = cfg!(target_arch = "x86_64");
 /// Smaller copies are not timed.
 const TIMED_BYTES: usize = 8 << 10;
 /// Number of bytes that are timed: about 3 us in the slow case.
@@ -44,7 +47,7 @@ impl Publisher {
     pub(crate) unsafe fn publish(&self, from: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller's promise, for the two parts of each range.
         unsafe {
-            if bytes < TIMED_BYTES {
+            if bytes < TIMED_BYTES || !HAS_STREAMING_STORES {
                 return plain(from, to, bytes);
             }
             let streams = self.streams.load(Ordering::Relaxed);
@@ -88,7 +91,8 @@ unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// Copies with streaming stores, so that the destination's cache lines are neither read nor invalidated in another
-/// cache: for data that is not read soon, or that another socket's core reads next.
+/// cache: for data that is not read soon, or that another socket's core reads next. On architectures other than x86-64,
+/// and x86-64 without AVX, the stores are ordinary ones.
 ///
 /// # Safety
 /// As [`Publisher::publish`].

@@ -289,7 +289,9 @@ impl Negotiator {
                 shared.inbox.lock().names.remove(&free);
             }
             done(result);
-            is_complete.store(true, Ordering::Release);
+            // Sequentially consistent, as in `NamedHandle::drive`: either this thread sees the caller that drives, or
+            // that caller sees the completion before it sleeps.
+            is_complete.store(true, Ordering::SeqCst);
             if shared.drivers.load(Ordering::SeqCst) > 0 {
                 shared.ring();
             }
@@ -416,7 +418,8 @@ impl NamedHandle {
         let mut backoff = Backoff::new();
         loop {
             let seen = transport.doorbell();
-            if self.is_complete.load(Ordering::Acquire) {
+            // After `drive` has counted this caller; see where it is stored.
+            if self.is_complete.load(Ordering::SeqCst) {
                 return true;
             }
             let turn = match shared.work.try_lock() {

@@ -27,7 +27,8 @@ pub fn has_fake_device(name: &str) -> bool {
             std::os::unix::fs::symlink(folder.join("libcuda.so"), folder.join(library)).unwrap();
             continue;
         }
-        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+        let compiler =
+            std::env::var("SMD_TEST_CC").or_else(|_| std::env::var("CC")).unwrap_or_else(|_| "cc".to_owned());
         let compiled = Command::new(compiler)
             .args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", SOURCE, "-o"])
             .arg(folder.join(library))
@@ -36,7 +37,7 @@ pub fn has_fake_device(name: &str) -> bool {
             .expect("a C compiler, which building this crate's neighbours needs too");
         assert!(compiled.success());
     }
-    let mut inside = Command::new(std::env::current_exe().unwrap())
+    let mut inside = this_program()
         .args([name, "--exact", "--nocapture"])
         .envs([(INSIDE, "1"), ("SMD_P2P_MAX_BYTES", "0")])
         .env("LD_LIBRARY_PATH", &folder)
@@ -57,6 +58,17 @@ pub fn has_fake_device(name: &str) -> bool {
     std::fs::remove_dir_all(&folder).unwrap();
     assert!(status.expect("it ends within its limit").success(), "{status:?}");
     false
+}
+
+/// The program of this test, under the emulator that a test for another processor runs in (`tests/aarch64.sh`).
+fn this_program() -> Command {
+    let program = std::env::current_exe().unwrap();
+    let runner = std::env::var("SMD_TEST_RUNNER").unwrap_or_default();
+    let mut words = runner.split_whitespace();
+    let Some(emulator) = words.next() else { return Command::new(program) };
+    let mut command = Command::new(emulator);
+    command.args(words).arg(program);
+    command
 }
 
 /// The functions of the fake that are no driver's.

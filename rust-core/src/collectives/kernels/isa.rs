@@ -36,6 +36,8 @@ pub(super) fn candidates() -> impl Iterator<Item = (&'static str, FoldFunction)>
             found.push(("avx2", x86::avx2));
         }
     }
+    #[cfg(target_arch = "aarch64")]
+    found.push(("neon", neon::neon));
     found.push(("baseline", baseline));
     found.into_iter()
 }
@@ -133,5 +135,71 @@ mod x86 {
     pub(super) unsafe fn avx512(fold: &Fold<'_>) {
         // SAFETY: the caller's promise is the callee's.
         unsafe { super::super::fold::fold::<Avx512>(fold) }
+    }
+}
+
+/// The compiler makes vectors of everything but the conversions of 16-bit floats: Rust has no stable intrinsics for
+/// them, and one at a time they cost a call each.
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use std::arch::aarch64::{float32x4_t, uint16x8_t, vld1q_f32, vld1q_u16, vst1q_f32, vst1q_u16};
+    use std::arch::asm;
+
+    use super::{Fold, HalfConversion};
+
+    /// Conversions with the instructions that every processor of this architecture has.
+    struct Neon;
+
+    impl HalfConversion for Neon {
+        #[inline(always)]
+        fn widen(stored: [u16; 16]) -> [f32; 16] {
+            let mut numbers = [0.0; 16];
+            for at in [0, 8] {
+                // SAFETY: the arrays have the sizes that are read and written; the instructions touch registers only.
+                unsafe {
+                    let source = vld1q_u16(stored.as_ptr().add(at));
+                    let (low, high): (float32x4_t, float32x4_t);
+                    asm!(
+                        "fcvtl {low:v}.4s, {source:v}.4h",
+                        "fcvtl2 {high:v}.4s, {source:v}.8h",
+                        source = in(vreg) source,
+                        low = out(vreg) low,
+                        high = out(vreg) high,
+                        options(pure, nomem, nostack),
+                    );
+                    vst1q_f32(numbers.as_mut_ptr().add(at), low);
+                    vst1q_f32(numbers.as_mut_ptr().add(at + 4), high);
+                }
+            }
+            numbers
+        }
+
+        #[inline(always)]
+        fn narrow(numbers: [f32; 16]) -> [u16; 16] {
+            let mut stored = [0; 16];
+            for at in [0, 8] {
+                // SAFETY: as in `widen`.
+                unsafe {
+                    let low = vld1q_f32(numbers.as_ptr().add(at));
+                    let high = vld1q_f32(numbers.as_ptr().add(at + 4));
+                    let target: uint16x8_t;
+                    asm!(
+                        "fcvtn {target:v}.4h, {low:v}.4s",
+                        "fcvtn2 {target:v}.8h, {high:v}.4s",
+                        low = in(vreg) low,
+                        high = in(vreg) high,
+                        target = out(vreg) target,
+                        options(pure, nomem, nostack),
+                    );
+                    vst1q_u16(stored.as_mut_ptr().add(at), target);
+                }
+            }
+            stored
+        }
+    }
+
+    pub(super) unsafe fn neon(fold: &Fold<'_>) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { super::super::fold::fold::<Neon>(fold) }
     }
 }
