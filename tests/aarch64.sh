@@ -49,13 +49,15 @@ export CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++
 # Tests that compile a library for themselves, or start themselves again: `rust-core/tests/fake_device`.
 export SMD_TEST_CC=aarch64-linux-gnu-gcc SMD_TEST_RUNNER="$qemu"
 
-# Crates for one architecture share a build: the module first, as in `make build-release`.
+# The module cannot be loaded here, since there is no Python for this processor: it is built and linked.
 cargo build --quiet --release --locked --target $triple -p smd-core -p smd-bridge -p smd-python
 say "built $target/$triple/release/lib_core.so"
 
-# Tests that qemu-user cannot run, each with the reason.
-set -- "$@" --
-skip() { skipped="${skipped:-} --skip $1"; }
+# Emulated, each case of a property takes some ten times as long.
+export PROPTEST_CASES="${PROPTEST_CASES:-8}"
+# Tests that fail under qemu-user for another reason than the processor. This one expects that rank 1 joins within 50 ms
+# of the start of its thread; emulated and beside other tests, it takes longer now and then.
+skipped="--skip a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it"
 
 if cargo nextest --version >/dev/null 2>&1; then
     test="cargo nextest run --profile qemu"
@@ -63,4 +65,4 @@ else
     test="cargo test"
 fi
 # shellcheck disable=SC2086  # lists of words
-exec $test --locked --release --target $triple -p smd-core -p smd-bridge "$@" ${skipped:-}
+exec $test --locked --release --target $triple -p smd-core -p smd-bridge "$@" -- $skipped
