@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(150), needs_one]
 SIZES = [(8, 1024, 2816, 4096, 2), (4, 64, 96, 5, 2), (16, 256, 512, 1, 1), (3, 128, 64, 777, 3)]
 
 
-def _experts_body(degree):
+def _check_experts(degree):
     import torch
 
     import smdistributed.modelparallel.torch as smp
@@ -54,4 +54,4 @@ def _experts_body(degree):
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_experts_in_bfloat16_equal_float32_without_a_wait_of_the_host(degree):
-    run_ranks(_experts_body, NUM_RANKS, degree, timeout=120)
+    run_ranks(_check_experts, NUM_RANKS, degree, timeout=120)
