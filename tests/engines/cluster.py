@@ -36,6 +36,7 @@ class RayCluster:
         self._cpus = cpus
         # Paths of sockets have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        (self.folder / "tmp").mkdir()
         self.address = ""
         #: `ray start` of each node, by number; None where it was removed.
         self.nodes: list[subprocess.Popen[bytes] | None] = []
@@ -43,6 +44,7 @@ class RayCluster:
             **launchers.clean_environment(),
             _MARK: str(self.folder),
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder / "tmp"),
             "RAY_USAGE_STATS_ENABLED": "0",
             # Workers compete with the test that waits for them.
             "RAY_worker_niceness": "0",

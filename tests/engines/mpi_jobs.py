@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from leftovers import files_left, shared_memory
 from mpi import MPIS, ROOT
 
 from support import hosts
@@ -61,10 +62,6 @@ def ranks(temporary):
         if TRAIN.encode() in words[1:2] and variables.get(b"TMPDIR") == str(temporary).encode():
             found[int(variables.get(b"OMPI_COMM_WORLD_RANK") or variables[b"PMI_RANK"])] = int(folder.name)
     return found
-
-
-def shared_memory():
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
@@ -136,5 +133,4 @@ def test_a_job_that_is_ended_leaves_nothing(mpi, how, tmp_path):
         # mpirun ends the other rank at once, which may not get to say it.
         assert re.search(r"rank 1 died|signal 9|signal: 9|EXIT CODE: 9", output), output
     assert not ranks(tmp_path), output
-    assert shared_memory() <= before
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert files_left(tmp_path, before) == []

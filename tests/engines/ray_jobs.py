@@ -21,6 +21,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import ROOT, RayCluster
+from leftovers import files_left, shared_memory
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,6 +30,20 @@ pytestmark = pytest.mark.timeout(900)
 def cluster():
     with RayCluster(cpus=[1, 1]) as running:
         yield running
+
+
+@pytest.fixture
+def leaves_nothing(cluster):
+    """Checks after the test that its jobs have left no process and no file. Ray ends workers a little after their job."""
+    before = shared_memory()
+    yield
+    deadline = time.monotonic() + 10
+    while workers := [
+        command for _, command in cluster.processes() if "RankActor" in command or "TrainWorker" in command
+    ]:
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.1)
+    assert files_left(cluster.folder / "tmp", before) == []
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +199,7 @@ def test_executor(cluster):
     assert "within 3 s; available now" in output
 
 
-def test_a_killed_worker_is_named_by_the_others(cluster):
+def test_a_killed_worker_is_named_by_the_others(cluster, leaves_nothing):
     body = """
         def train():
             import torch
@@ -274,7 +289,40 @@ def test_nodes_leave_and_join_an_elastic_job(cluster):
         assert len(seen) <= 1500 + 3
 
 
-def test_a_node_that_is_stopped_is_named_by_the_others(cluster):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_ends_leaves_nothing(cluster, leaves_nothing, how):
+    """`ray job stop` sends SIGTERM to the driver, and SIGKILL if it is still there some seconds later."""
+    body = """
+        def train():
+            import torch
+            import horovod.torch as hvd
+            hvd.init()
+            print("TRAINING", flush=True)
+            while True:
+                hvd.allreduce(torch.ones(4), name="x")
+
+        ray.init()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+        executor.start()
+        executor.run(train)
+    """
+    process = cluster.start(script(cluster, "driver", body))
+    try:
+        started, output = 0, ""
+        while started < 2:
+            line = process.stdout.readline()
+            output += line
+            assert line, output
+            started += "TRAINING" in line
+        process.send_signal(how)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+
+
+def test_a_node_that_is_stopped_is_named_by_the_others(cluster, leaves_nothing):
     body = """
         def train():
             import torch
@@ -430,7 +478,7 @@ def test_ray_train_over_smddp(cluster):
     torch.testing.assert_close(torch.tensor(result["weight"]), model.weight.detach().flatten())
 
 
-def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster):
+def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_nothing):
     body = """
         import json
         import ray.train.torch

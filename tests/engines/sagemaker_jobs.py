@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sagemaker
+from leftovers import files_left, shared_memory
 
 pytestmark = [
     # The toolkit sleeps 30 s at the end of each job.
@@ -166,16 +167,20 @@ except Exception as error:
 """
 
 
+def wait_for_results(container, job, number):
+    deadline = time.monotonic() + 120
+    while len(container.results()) < number:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_killed_worker_is_named_by_the_others():
     enabled = {"sagemaker_distributed_dataparallel_enabled": True}
     before = shared_memory()
     with sagemaker.Container(REPORT + FOREVER, enabled, processes=3) as container, container.start() as job:
         try:
-            deadline = time.monotonic() + 120
-            while len(container.results()) < 3:
-                assert job.poll() is None, job.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_for_results(container, job, 3)
             pids = container.ranks()
             assert sorted(pids) == [0, 1, 2]
             os.kill(pids[1], signal.SIGKILL)
@@ -186,7 +191,7 @@ def test_a_killed_worker_is_named_by_the_others():
         survivors = {path.name: path.read_text() for path in container.folder.glob("ml/model/survivor*")}
         failure = container.failure()
         left = container.processes()
-        files = [path for path in (container.folder / "tmp").rglob("*") if not path.is_dir()]
+        files = files_left(container.folder / "tmp", before)
     assert job.returncode != 0
     assert sorted(survivors) == ["survivor0.txt", "survivor2.txt"], output
     for text in survivors.values():
@@ -195,8 +200,22 @@ def test_a_killed_worker_is_named_by_the_others():
     assert failure is not None
     assert left == []
     assert files == []
-    assert shared_memory() <= before
 
 
-def shared_memory():
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def test_a_container_that_is_stopped_leaves_nothing():
+    """SageMaker ends a container with SIGKILL if it is still there some time after SIGTERM."""
+    enabled = {"sagemaker_distributed_dataparallel_enabled": True}
+    before = shared_memory()
+    with sagemaker.Container(REPORT + FOREVER, enabled, processes=3) as container, container.start() as job:
+        try:
+            wait_for_results(container, job, 3)
+            job.kill()
+            job.communicate(timeout=60)
+            deadline = time.monotonic() + 10
+            while left := container.processes():
+                assert time.monotonic() < deadline, left
+                time.sleep(0.1)
+        finally:
+            job.kill()
+        files = files_left(container.folder / "tmp", before)
+    assert files == []

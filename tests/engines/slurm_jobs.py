@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from leftovers import files_left, shared_memory
 from slurm import SlurmCluster, missing
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -34,6 +36,18 @@ def cluster():
 
 def srun(tasks=2):
     return ("srun", f"-N{tasks}", f"-n{tasks}", sys.executable)
+
+
+@pytest.fixture
+def leaves_no_files(cluster):
+    """Checks after the test that its jobs have left no files."""
+    folder, before = cluster.folder / "tmp", shared_memory()
+    folder.mkdir()
+    cluster.environment["TMPDIR"] = str(folder)
+    yield
+    del cluster.environment["TMPDIR"]
+    assert files_left(folder, before) == []
+    shutil.rmtree(folder)
 
 
 def losses(output):
@@ -89,7 +103,7 @@ def test_model_parallelism(cluster):
     assert "rank 1 is partition 1 of replica 0" in output, output
 
 
-def test_a_killed_rank_is_named(cluster):
+def test_a_killed_rank_is_named(cluster, leaves_no_files):
     job = cluster.start("srun", "-N2", "-n2", "--kill-on-bad-exit=0", sys.executable, TRAIN, "--pause", "0.1")
     assert "epoch 1" in job.stdout.readline()
     os.kill(cluster.ranks(TRAIN)[1], signal.SIGKILL)
@@ -99,9 +113,10 @@ def test_a_killed_rank_is_named(cluster):
     assert time.monotonic() - killed < 10
     job.communicate(timeout=120)
     assert job.returncode != 0
+    assert not cluster.ranks(TRAIN)
 
 
-def test_scancel_leaves_nothing(cluster):
+def test_scancel_leaves_nothing(cluster, leaves_no_files):
     job = cluster.start("srun", "--job-name", "long", "-N2", "-n2", sys.executable, TRAIN, "--pause", "0.1")
     assert "epoch 1" in job.stdout.readline()
     assert len(cluster.ranks(TRAIN)) == 2
