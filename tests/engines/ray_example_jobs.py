@@ -66,6 +66,8 @@ def cluster_of(cpus, folder):
     cluster.environment["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     # Results go below the home folder.
     cluster.environment["HOME"] = str(cluster.folder)
+    # Ray lets all users write to the cluster's folder, so the library builds nothing below it.
+    del cluster.environment["TMPDIR"]
     return cluster
 
 
