@@ -6,6 +6,7 @@ There is no cluster here: processes of this machine take the place of pods, with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -220,62 +221,61 @@ def test_a_job_trains(job, secret):
     check_training(run_pods(*job("--epochs 3", secret)))
 
 
-@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
-@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGTERM)])
-@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
-def test_a_killed_pod_is_named_by_the_others(job, victim, how, secret, tmp_path):
-    """Each pod has a network namespace and a host name. Rank 0 serves the store where the ranks met.
+needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
 
-    SIGTERM is what a pod gets that is deleted or evicted. The first process of a PID namespace ignores it if it has no handler.
-    """
-    with hosts.Hosts(3) as three:
-        commands, variables = job("--epochs 100000", secret, three.count, hosts.address(0))
-        # All prefixes end in `exec`: the process of the pod is the rank.
-        commands = [[*three.on(rank), *command] for rank, command in enumerate(commands)]
-        before = shared_memory()
-        own = {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+
+@contextlib.contextmanager
+def training_pods(job, number, secret, folder):
+    """Pods that train without end, each with a network namespace and a host name, and readers of what they print."""
+    with hosts.Hosts(number) as network:
+        commands, variables = job("--epochs 100000", secret, number, hosts.address(0))
+        # All prefixes but `unshare` end in `exec`: the process of the pod is the rank.
+        commands = [[*network.on(rank), *command] for rank, command in enumerate(commands)]
+        own = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
         pods = start_pods(commands, [{**each, **own} for each in variables])
         readers = [Reader(pod) for pod in pods]
         try:
             readers[0].wait_for("epoch 1:", 120)
-            os.kill(rank_of(pods[victim]), how)
-            killed = time.monotonic()
-            survivors = [rank for rank in range(3) if rank != victim]
-            # The end of the process comes later: on a busy machine Python takes seconds to free what PyTorch has made.
-            named = [readers[rank].wait_for(f"rank {victim} died", 60) - killed for rank in survivors]
-            for pod in pods:
-                pod.wait(60)
+            yield pods, readers
         finally:
             for pod in pods:
                 pod.kill()
                 pod.wait()
+
+
+@needs_network
+@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGTERM)])
+@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+def test_a_killed_pod_is_named_by_the_others(job, victim, how, secret, tmp_path):
+    """Rank 0 serves the store where the ranks met.
+
+    SIGTERM is what a pod gets that is deleted or evicted. The first process of a PID namespace ignores it if it has no handler.
+    """
+    before = shared_memory()
+    with training_pods(job, 3, secret, tmp_path) as (pods, readers):
+        os.kill(rank_of(pods[victim]), how)
+        killed = time.monotonic()
+        survivors = [rank for rank in range(3) if rank != victim]
+        # The end of the process comes later: on a busy machine Python takes seconds to free what PyTorch has made.
+        named = [readers[rank].wait_for(f"rank {victim} died", 60) - killed for rank in survivors]
+        for pod in pods:
+            pod.wait(60)
     assert max(named) < 10, [reader.text() for reader in readers]
     for rank in survivors:
         assert pods[rank].returncode not in (0, -signal.SIGKILL), readers[rank].text()
     assert files_left(tmp_path, before) == []
 
 
-@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@needs_network
 @pytest.mark.parametrize("job", [indexed_job, pytorch_job])
 def test_a_job_that_is_deleted_leaves_nothing(job, secret, tmp_path):
     """All pods get SIGTERM."""
-    with hosts.Hosts(2) as two:
-        commands, variables = job("--epochs 100000", secret, two.count, hosts.address(0))
-        commands = [[*two.on(rank), *command] for rank, command in enumerate(commands)]
-        before = shared_memory()
-        own = {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-        pods = start_pods(commands, [{**each, **own} for each in variables])
-        readers = [Reader(pod) for pod in pods]
-        try:
-            readers[0].wait_for("epoch 1:", 120)
-            for pod in pods:
-                os.kill(rank_of(pod), signal.SIGTERM)
-            for pod in pods:
-                pod.wait(10)
-        finally:
-            for pod in pods:
-                pod.kill()
-                pod.wait()
+    before = shared_memory()
+    with training_pods(job, 2, secret, tmp_path) as (pods, readers):
+        for pod in pods:
+            os.kill(rank_of(pod), signal.SIGTERM)
+        for pod in pods:
+            pod.wait(10)
     assert all(pod.returncode != 0 for pod in pods), [reader.text() for reader in readers]
     assert files_left(tmp_path, before) == []
 

@@ -164,6 +164,11 @@ def _smp(device: Any, settings: dict[str, Any]) -> Training:
         optimizer.step()
         return loss
 
+    if "placement_strategy" in settings:
+        is_over_hosts = settings["placement_strategy"] == "spread" or os.environ["LOCAL_WORLD_SIZE"] == "1"
+        names = smp.allgather(os.uname().nodename, smp.PP_GROUP)
+        assert len(set(names)) == (2 if is_over_hosts else 1), names
+
     is_whole = settings.get("tensor_parallel_degree", 1) > 1 or "sharded_data_parallel_degree" in settings
 
     def save(path: str) -> None:
@@ -184,7 +189,7 @@ JOBS: dict[str, tuple[Callable[[Any, dict[str, Any]], Training], dict[str, Any]]
     "torch ddp": (_torch_ddp, {}),
     "fsdp2": (_fsdp2, {}),
     "horovod": (_horovod, {}),
-    # The stages of one replica are on two hosts ("spread"), or its replicas are ("cluster").
+    # With "cluster", both stages of a replica are on one host if a host has two ranks; with "spread", on two hosts.
     "pipeline": (_smp, {"partitions": 2, "placement_strategy": "cluster"}),
     "pipeline over hosts": (_smp, {"partitions": 2, "placement_strategy": "spread"}),
     "tensors": (_smp, {"tensor_parallel_degree": 2}),

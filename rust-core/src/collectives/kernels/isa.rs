@@ -138,8 +138,8 @@ mod x86 {
     }
 }
 
-/// The compiler makes vectors of everything but the conversions of 16-bit floats: Rust has no stable intrinsics for
-/// them, and one at a time they cost a call each.
+/// The compiler makes vectors of everything but the conversions of 16-bit floats: Rust 1.89 has no stable
+/// intrinsics for them, and one at a time they cost a call each.
 #[cfg(target_arch = "aarch64")]
 mod neon {
     use std::arch::aarch64::{float32x4_t, uint16x8_t, vld1q_f32, vld1q_u16, vst1q_f32, vst1q_u16};
