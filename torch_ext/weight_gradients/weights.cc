@@ -97,10 +97,11 @@ class VersionCheckedTensor {
   }
 
   const at::Tensor& get(const at::Tensor& weight) const {
-    TORCH_CHECK(
-        tensor_._version() == version_,
-        "the input of a layer was changed in place between the two parts of its zero-bubble backward: one of shape ",
-        tensor_.sizes(), ", for a weight of shape ", weight.sizes());
+    // Python recognises the error by the words that autograd uses for its own check.
+    TORCH_CHECK(tensor_._version() == version_,
+                "the input of a layer has been modified by an inplace operation between the two parts of its "
+                "zero-bubble backward: one of shape ",
+                tensor_.sizes(), ", for a weight of shape ", weight.sizes());
     return tensor_;
   }
 

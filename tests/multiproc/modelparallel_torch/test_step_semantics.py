@@ -341,6 +341,19 @@ def _written_buffers(model, backward, x, y):
     return out
 
 
+def _saved_buffer(model, backward, x, y):
+    """Writes to a buffer that the backward of a product needs; the next microbatch writes to it again."""
+    import torch
+
+    core = getattr(model, "module", model)
+    h = core.a(x)
+    core.count.mul_(0.5).add_(x.mean() + 0.5)
+    h = torch.cat([h[:, :3] * core.count, h[:, 3:]], 1)
+    out = core.b(h)
+    backward(_loss(out, y))
+    return out
+
+
 def _check_cases(cases, partitions, schedule):
     import traceback
     import warnings
@@ -376,6 +389,7 @@ CASES = [
     ("_buffers", "buffers"),
     ("_module_of_several_parents", "shared"),
     ("_written_buffers", "plain"),
+    ("_saved_buffer", "plain"),
 ]
 
 
@@ -453,3 +467,46 @@ def _check_refusals():
 
 def test_unsupported_bodies_raise():
     run_ranks(_check_refusals, 2, launcher=FORKED)
+
+
+def _check_tensor_outside_of_modules(schedule):
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.exceptions import SMPUsageError
+
+    table = torch.zeros(2, 6)
+
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(table.mul_(0.5).add_(x.detach()))
+
+    smp.init(
+        {
+            "partitions": 2,
+            "microbatches": 2,
+            "auto_partition": False,
+            "default_partition": 0,
+            "pipeline": schedule,
+        }
+    )
+    net = nn.Sequential(Mean(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    smp.set_partition(net[2], 1)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x, y):
+        model.backward(_loss(model(x), y))
+
+    # The other rank learns of it as it waits for a tensor, or for the barrier.
+    wanted = SMPUsageError if smp.pp_rank() == 0 else RuntimeError
+    with pytest.raises(wanted) as caught:
+        step(model, torch.randn(4, 6), torch.randn(4, 6))
+        smp.barrier()
+    assert "needs a tensor that was changed in place" in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["simple", "zero_bubble"])
+def test_tensor_that_the_next_microbatch_changes(schedule):
+    run_ranks(_check_tensor_outside_of_modules, 2, schedule, launcher=FORKED)

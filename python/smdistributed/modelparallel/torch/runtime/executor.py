@@ -23,6 +23,7 @@ from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch import pytree
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
+from smdistributed.modelparallel.torch.runtime.failures import explaining_changed_tensors
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
@@ -370,7 +371,10 @@ class Executor:
             stage_state = mb.stage_states.pop(number)
             roots, gradients = self._roots(mb, number, stage_state)
             if roots:
-                with self._modules.in_backward(mb.recording.backward_modules):
+                with (
+                    self._modules.in_backward(mb.recording.backward_modules),
+                    explaining_changed_tensors(mb.recording.microbatch),
+                ):
                     _run_backward(roots, gradients, stage_state.weights, later=False)
             self._store_input_gradients(mb, number, stage_state.leaves)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
@@ -383,7 +387,10 @@ class Executor:
             stage_state = mb.stage_states[number]
             roots, gradients = self._roots(mb, number, stage_state)
             if roots:
-                with self._modules.in_backward(mb.recording.backward_modules):
+                with (
+                    self._modules.in_backward(mb.recording.backward_modules),
+                    explaining_changed_tensors(mb.recording.microbatch),
+                ):
                     _run_backward(roots, gradients, stage_state.weights, later=True)
             self._store_input_gradients(mb, number, stage_state.leaves)
             stage_state.leaves, stage_state.exports = {}, {}
@@ -393,7 +400,8 @@ class Executor:
         """Run the second part of a backward: the gradients of weights."""
         start = _core.timeline_now()
         if mb.stage_graph.stages[number].has_backward:
-            mb.stage_states.pop(number).weights.run()
+            with explaining_changed_tensors(mb.recording.microbatch):
+                mb.stage_states.pop(number).weights.run()
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
     def _roots(

@@ -68,8 +68,11 @@ class StageGraph:
         #: for each task, those whose state it can read (ORD-2, ORD-3).
         self._stateful: dict[int, frozenset[int]] = {}
         self._touched: list[frozenset[int]] = []
-        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient.
+        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient; the paths of
+        #: these parameters and buffers, and of those that autograd may save for a task of the body.
         self._writers: dict[int, bool] = {}
+        self._written_paths: dict[int, set[str]] = {}
+        self._saved_paths: set[str] = set()
         #: Tasks that call a module which writes to parameters or buffers, with the module and their paths in it.
         self._state_writers: dict[int, tuple[nn.Module, tuple[str, ...]]] = {}
         #: The same for parameters and buffers that autograd saves, and modules whose parameters other tasks use.
@@ -94,9 +97,12 @@ class StageGraph:
             self._check_parameters(task)
             self.values += task.outputs
             if task.writes and writes_parameter(task):
-                self._writers[len(self._tasks)] = any(
-                    isinstance(source, Value) and source.storage.meta.requires_grad for source, *_ in task.writes
-                )
+                storages = [source.storage for source, *_ in task.writes if isinstance(source, Value)]
+                self._writers[len(self._tasks)] = any(storage.meta.requires_grad for storage in storages)
+                self._written_paths[len(self._tasks)] = {each.home for each in storages if each.home is not None}
+            elif task.context.grad and any(value.meta.requires_grad for value in task.outputs):
+                homes = (value.storage.home for value in task.inputs if value.rank == task.rank)
+                self._saved_paths.update(home for home in homes if home is not None)
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful[len(self._tasks)] = touched_modules(task).union(task.changes)
             # A call may return its own buffer, which the partition's later tasks use.
@@ -202,9 +208,11 @@ class StageGraph:
                     task in write_saved or any(len(stages_of.get(part, ())) > 1 for part in self._stateful[task])
                 )
                 if task in self._writers:
-                    # The gradient is computed with the parameter's value before the write.
+                    # The gradient is computed with the parameter's value before the write, and with a buffer's value
+                    # before the next microbatch's write.
                     others = sum(other.rank == stage.rank for other in self.stages)
-                    is_split = self._writers[task] or others > 1
+                    is_saved = not self._saved_paths.isdisjoint(self._written_paths[task])
+                    is_split = self._writers[task] or others > 1 or is_saved
                 if is_split and not self.runs_in_turn:
                     self.runs_in_turn = True
                     warnings.warn(

@@ -85,7 +85,7 @@ class SharedStorages:
                 new(values[0])
                 continue
             new_base = new(base)
-            new_base.home = base.home
+            new_base.home, new_base.owner = base.home, base.owner
             for value in values:
                 if value is not base:
                     view = new(value)

@@ -31,7 +31,7 @@ class Value:
         level: Number of changes of partition before it.
         meta: Its shape, type and device.
         parameter: The path of the parameter or buffer, if it is one.
-        owner: The id of the parameter's module; the first one for a parameter of several modules.
+        owner: The id of the module of the parameter or buffer that is its ``home``; the first one if several have it.
         base: For a view, the value whose storage it shares; ``None`` for a value with a storage of its own.
         offset: For a view, its offset in the storage of ``base``, in elements.
         versioned: Whether autograd's version counter registers writes to it, which it does not through ``.data``.
