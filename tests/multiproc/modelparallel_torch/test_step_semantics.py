@@ -499,11 +499,14 @@ def _check_tensor_outside_of_modules(schedule):
     def step(model, x, y):
         model.backward(_loss(model(x), y))
 
+    def step_and_barrier():
+        step(model, torch.randn(4, 6), torch.randn(4, 6))
+        smp.barrier()
+
     # The other rank learns of it as it waits for a tensor, or for the barrier.
     wanted = SMPUsageError if smp.pp_rank() == 0 else RuntimeError
     with pytest.raises(wanted) as caught:
-        step(model, torch.randn(4, 6), torch.randn(4, 6))
-        smp.barrier()
+        step_and_barrier()
     assert "needs a tensor that was changed in place" in str(caught.value), str(caught.value)
 
 
