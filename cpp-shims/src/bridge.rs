@@ -8,6 +8,7 @@ use crate::calls::{
     process_set_root, raise_on_return, rank, ranks_and_sizes, run, run_batch, run_coalesced, session_id, size, submit,
     submit_batch, submit_group_named, submit_named,
 };
+use crate::chunk_trial::{ChunkTrial, is_capturing, new_chunk_trial};
 use crate::membership::{Membership, join_all, join_some};
 use crate::plan::{GradientPlan, find_plan, place_for_op, placed_elsewhere_for_op};
 use crate::reducer::{
@@ -250,7 +251,25 @@ mod ffi {
         iteration: i64,
     }
 
+    /// `smd_core::chunk_trial::Turn`.
+    #[derive(Clone, Copy, Debug)]
+    struct ChunkTurn {
+        /// 0 if the ranks have to choose.
+        chunks: u32,
+        is_measured: bool,
+    }
+
     extern "Rust" {
+        /// `smd_core::chunk_trial::ChunkTrial`.
+        type ChunkTrial;
+        fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>>;
+        fn next(self: &mut ChunkTrial) -> Result<ChunkTurn>;
+        fn add(self: &mut ChunkTrial, chunks: u32, seconds: f32);
+        fn medians(self: &ChunkTrial) -> Result<Vec<f32>>;
+        fn choose(self: &mut ChunkTrial, sums: &[f32]);
+        /// Whether a stream of a CUDA device is being captured in a graph.
+        fn is_capturing(device: u16, stream: usize) -> Result<bool>;
+
         /// Global rank of this process.
         fn rank() -> Result<usize>;
         /// Number of processes of the job.

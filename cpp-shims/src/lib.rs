@@ -12,6 +12,7 @@
 
 mod bridge;
 mod calls;
+mod chunk_trial;
 mod guard;
 mod membership;
 mod plan;

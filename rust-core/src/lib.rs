@@ -15,6 +15,7 @@
 //! | [`pipeline`] | schedules of pipeline parallelism |
 //! | [`partition`] | assignment of a model's modules to pipeline ranks |
 //! | [`sharding`] | division of sharded parameters and optimizer states |
+//! | [`chunk_trial`] | division of a product and the exchange of its result into chunks |
 //! | [`loss_scale`] | the loss scale of 16-bit training |
 //! | [`checkpoint`] | checkpoints that are complete or absent, whenever a process is killed |
 //! | [`metrics`] | what each rank has done so far, in numbers |
@@ -23,6 +24,7 @@
 pub mod buffer;
 pub mod cache;
 pub mod checkpoint;
+pub mod chunk_trial;
 mod clock;
 pub mod collectives;
 pub mod config;

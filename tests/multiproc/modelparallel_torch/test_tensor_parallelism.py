@@ -88,43 +88,86 @@ def test_compiled_layers_are_equal_to_one_process():
     run_ranks(_check_compiled_layers, 2, 10, launcher=Forked("torch"), timeout=110)
 
 
-def _check_column_products(optimize):
+def _check_compiled_architectures(names):
     import torch
 
     import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch.nn import layout
-    from smdistributed.modelparallel.torch.nn.column_products import column_products
+    from support.smp.models import models
+    from support.tensor_parallel import compare
+
+    for name in names:
+        make, run, batch = models()[name][:3]
+
+        def compiled(make=make):
+            model = make()
+            if smp.tp_size() > 1:
+                for layer in model.transformer.seq_layers:
+                    # Raises if a compiler cannot take a layer as a whole.
+                    layer.compile(backend="aot_eager", fullgraph=True)
+            return model
+
+        for optimize in ("speed", "memory"):
+            # The number of graphs for one function is limited.
+            torch.compiler.reset()
+            compare(compiled, run, batch, 2, 1, 1, True, optimize)
+
+
+def test_compiled_layers_of_several_architectures_are_equal_to_one_process():
+    names = ["llama", "mqa", "gptj", "bert", "alibi"]
+    run_ranks(_check_compiled_architectures, 2, names, launcher=Forked("torch"), timeout=110)
+
+
+def _check_products(optimize):
+    import torch
+    from torch.nn import functional
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.nn import layout, products
 
     smp.init({"tensor_parallel_degree": 3, "ddp": True, "prescaled_batch": True, "optimize": optimize})
     batch, length, width = 2, 5, 8
 
-    def plain(hidden, batch, length, slices):
+    def plain_columns(hidden, *slices):
         tokens = layout.enter_product(hidden, batch, length)
-        return [torch.nn.functional.linear(tokens, *each) for each in slices]
+        return [functional.linear(tokens, *each) for each in slices]
+
+    def our_columns(hidden, *slices):
+        return products.column_products(hidden, batch, length, slices)
+
+    def plain_row(input, weight):
+        return [layout.leave_product(functional.linear(input, weight))]
+
+    def our_row(input, weight):
+        return [products.row_product(input, weight)]
+
+    def run(function, leaves, has_autocast):
+        leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in leaves]
+        arguments = leaves if len(leaves) == 2 else [leaves[0], (leaves[1], leaves[2]), (leaves[3], None)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            outputs = function(*arguments)
+        sum(each.float().square().sum() for each in outputs).backward()
+        return [each.grad for each in leaves] + outputs
 
     for dtype, has_autocast in ((torch.float64, False), (torch.float32, True)):
-        for is_frozen in (False, True):
-            torch.manual_seed(5)
-            # Ten tokens over three ranks: the last rank's share is padded.
-            shape = (4, width) if optimize == "memory" else (batch, length, width)
-            hidden = torch.randn(shape, dtype=dtype)
-            weights = [torch.randn(rows, width, dtype=dtype) for rows in (6, 4)]
-            results = []
-            for products in (plain, column_products):
-                inputs = [hidden.clone().requires_grad_(), *(each.clone().requires_grad_() for each in weights)]
-                inputs[1].requires_grad_(not is_frozen)
-                with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
-                    outputs = products(inputs[0], batch, length, [(each, None) for each in inputs[1:]])
-                sum(each.float().square().sum() for each in outputs).backward()
-                results.append([each.grad for each in inputs] + outputs)
-            for expected, found in zip(*results, strict=True):
-                assert (expected is None) == (found is None)
-                if expected is not None:
-                    assert found.dtype == expected.dtype
-                    error = (found - expected).abs().max() / expected.abs().max()
-                    assert error < (2e-2 if has_autocast else 1e-12), (dtype, is_frozen, error)
+        torch.manual_seed(5)
+        # Ten tokens over three ranks: the last rank's share is padded.
+        shape = (4, width) if optimize == "memory" else (batch, length, width)
+        columns = [torch.randn(*sizes, dtype=dtype) for sizes in (shape, (6, width), (6,), (4, width))]
+        row = [torch.randn(*sizes, dtype=dtype) for sizes in ((batch, length, 4), (width, 4))]
+        for leaves, plain, ours in ((columns, plain_columns, our_columns), (row, plain_row, our_row)):
+            for frozen in (None, 0, 1):
+                for at, each in enumerate(leaves):
+                    each.requires_grad_(at != frozen)
+                expected, found = run(plain, leaves, has_autocast), run(ours, leaves, has_autocast)
+                for one, other in zip(expected, found, strict=True):
+                    assert (one is None) == (other is None)
+                    if one is not None:
+                        assert one.dtype == other.dtype
+                        assert one.shape == other.shape
+                        error = (other - one).abs().max() / one.abs().max()
+                        assert error < (2e-2 if has_autocast else 1e-12), (ours.__name__, dtype, frozen, error)
 
 
 @pytest.mark.parametrize("optimize", ["speed", "memory"])
-def test_column_products_are_plain_products(optimize):
-    run_ranks(_check_column_products, 3, optimize, launcher=Forked("torch"))
+def test_products_that_run_beside_collectives_are_plain_products(optimize):
+    run_ranks(_check_products, 3, optimize, launcher=Forked("torch"))

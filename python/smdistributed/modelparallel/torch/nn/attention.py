@@ -6,11 +6,11 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import collectives, layout, random
-from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, RowParallelLinear
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+from smdistributed.modelparallel.torch.nn.products import column_products
 from smdistributed.modelparallel.torch.nn.scores import alibi_slopes, attend
 
 

@@ -11,11 +11,11 @@ from torch.nn import functional
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import layout, random
 from smdistributed.modelparallel.torch.nn.attention import add_residual, limited
-from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.linear import ColumnParallelLinear, RowParallelLinear
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, check_divisible
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+from smdistributed.modelparallel.torch.nn.products import column_products
 
 #: Activations by their names in configurations.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from smdistributed.modelparallel.torch.nn import collectives, initializers, layout
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, between_products_in_group, check_divisible
+from smdistributed.modelparallel.torch.nn.products import row_product
 
 
 class DistributedLinear(DistributedModule):
@@ -158,5 +159,5 @@ class RowParallelLinear(DistributedModule):
         """
         if collectives.tp_size() == 1:
             return functional.linear(input, self.weight, self.bias)
-        output = layout.leave_product(functional.linear(input, self.weight))
+        output = row_product(input, self.weight)
         return output if self.bias is None else output + self.bias

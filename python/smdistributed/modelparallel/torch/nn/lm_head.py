@@ -8,13 +8,13 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
 from smdistributed.modelparallel.torch.nn import collectives, initializers, layout, random
-from smdistributed.modelparallel.torch.nn.column_products import column_products
 from smdistributed.modelparallel.torch.nn.cross_entropy import vocab_parallel_cross_entropy
 from smdistributed.modelparallel.torch.nn.embedding import VocabParallelEmbedding
 from smdistributed.modelparallel.torch.nn.experts import load_balancing_loss
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
+from smdistributed.modelparallel.torch.nn.products import column_products
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer, Parts
 
 #: Labels that no loss is computed for.

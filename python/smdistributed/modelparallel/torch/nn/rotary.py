@@ -52,9 +52,10 @@ class Rotary:
         Returns:
             Each ``[N or 1, 1, S, 2 * pairs]``; the sine of a pair's first feature is negative.
         """
-        # Tensors that are created while a CUDA graph is captured belong to the graph.
-        is_captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
-        if positions is not None or type(like) is not torch.Tensor or torch.compiler.is_compiling() or is_captured:
+        if positions is not None or type(like) is not torch.Tensor or torch.compiler.is_compiling():
+            return self._angles(positions, length, like)
+        # Tensors that are created while a CUDA graph is captured belong to the graph. A compiler cannot trace it.
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._angles(positions, length, like)
         key = self, length, like.device, like.dtype
         found = _TABLES.pop(key, None)
@@ -109,7 +110,8 @@ class _Rotation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cosines, sines)
         ctx.interleaved = interleaved
-        return (features * cosines).addcmul_(_exchanged(features, interleaved), sines)
+        # Not in place: for a result of an in-place operation, Dynamo of PyTorch 2.11 loses the gradient without a word.
+        return torch.addcmul(features * cosines, _exchanged(features, interleaved), sines)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

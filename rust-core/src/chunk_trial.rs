@@ -1,0 +1,163 @@
+//! Chooses into how many chunks a product and the exchange of its result are divided, by trial.
+//!
+//! Ranks exchange a chunk while they compute the next one. More chunks hide more of the exchange, but small products are
+//! slower, and each chunk costs the host a launch. The best number depends on the sizes, on the device and on what limits
+//! a step, so it is measured in the first calls.
+//!
+//! - CHK-1: all ranks divide the same call into the same number of chunks, because each chunk is an operation of the
+//!   group. So the number depends only on the count of calls, and later on times that the ranks have summed.
+
+use std::num::NonZeroU32;
+
+/// Calls before the trial, which run undivided: a first step allocates memory and compiles.
+const WARM_UP_CALLS: usize = 100;
+/// Measured calls of each number of chunks.
+const MEASURED_CALLS: usize = 9;
+/// A larger number of chunks is chosen only if it needs less than this part of the time of the smaller number.
+const WORTHWHILE: f32 = 0.98;
+
+/// What a call has to do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Turn {
+    /// Run in this many chunks.
+    Run(NonZeroU32),
+    /// Run in this many chunks, and measure the time.
+    Measure(NonZeroU32),
+    /// Sum [`ChunkTrial::medians`] over the ranks, pass the sums to [`ChunkTrial::choose`], and ask again.
+    Choose,
+}
+
+/// The trial of a product of one shape in one group.
+#[derive(Clone, Debug)]
+pub struct ChunkTrial {
+    candidates: Vec<NonZeroU32>,
+    calls: usize,
+    /// For each candidate, the measured times in seconds.
+    times: Vec<Vec<f32>>,
+    chosen: Option<NonZeroU32>,
+}
+
+impl ChunkTrial {
+    /// A trial of 1, 2, 4, .. chunks, up to `most`.
+    pub fn new(most: u32) -> Self {
+        let powers = (0..32).map(|power| 1 << power).take_while(|&chunks| chunks <= most.max(1));
+        let candidates: Vec<_> = powers.filter_map(NonZeroU32::new).collect();
+        let times = vec![Vec::new(); candidates.len()];
+        let chosen = if candidates.len() == 1 { Some(candidates[0]) } else { None };
+        Self { candidates, calls: 0, times, chosen }
+    }
+
+    /// Counts a call, and returns what it has to do.
+    pub fn next(&mut self) -> Turn {
+        if let Some(chunks) = self.chosen {
+            return Turn::Run(chunks);
+        }
+        let number = self.calls;
+        let Some(measured) = number.checked_sub(WARM_UP_CALLS) else {
+            self.calls += 1;
+            return Turn::Run(self.candidates[0]);
+        };
+        if measured >= MEASURED_CALLS * self.candidates.len() {
+            return Turn::Choose;
+        }
+        self.calls += 1;
+        Turn::Measure(self.candidates[measured % self.candidates.len()])
+    }
+
+    /// Adds the time of a measured call.
+    pub fn add(&mut self, chunks: u32, seconds: f32) {
+        if let Some(at) = self.candidates.iter().position(|each| each.get() == chunks) {
+            self.times[at].push(seconds);
+        }
+    }
+
+    /// The median time of each candidate in seconds, in the order of their numbers of chunks.
+    pub fn medians(&self) -> Vec<f32> {
+        let median = |times: &Vec<f32>| {
+            let mut sorted = times.clone();
+            sorted.sort_by(f32::total_cmp);
+            sorted.get(sorted.len() / 2).copied().unwrap_or(f32::INFINITY)
+        };
+        self.times.iter().map(median).collect()
+    }
+
+    /// Ends the trial. `sums` are the sums of [`Self::medians`] over the ranks, and the same on all of them (CHK-1).
+    pub fn choose(&mut self, sums: &[f32]) {
+        let mut best = 0;
+        for (at, &time) in sums.iter().enumerate().take(self.candidates.len()) {
+            if time < WORTHWHILE * sums[best] {
+                best = at;
+            }
+        }
+        self.chosen = Some(self.candidates[best]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs a trial in which `chunks` chunks need `seconds(chunks)`, and returns the number that is chosen.
+    fn chosen(most: u32, seconds: impl Fn(u32) -> f32) -> u32 {
+        let mut trial = ChunkTrial::new(most);
+        loop {
+            match trial.next() {
+                Turn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
+                Turn::Run(_) => {}
+                Turn::Choose => {
+                    let medians = trial.medians();
+                    trial.choose(&medians);
+                    let Turn::Run(chunks) = trial.next() else { panic!("the trial goes on") };
+                    return chunks.get();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_fastest_number_of_chunks_is_chosen() {
+        assert_eq!(chosen(4, |chunks| [9.0, 7.0, 0.0, 8.0][chunks as usize - 1]), 2);
+        assert_eq!(chosen(8, |chunks| 1.0 / chunks as f32), 8);
+    }
+
+    #[test]
+    fn equal_times_choose_the_fewest_chunks() {
+        assert_eq!(chosen(4, |chunks| 1.0 - 0.001 * chunks as f32), 1);
+    }
+
+    #[test]
+    fn one_slow_call_of_a_candidate_does_not_matter() {
+        let mut trial = ChunkTrial::new(2);
+        for slow in [true, false, false] {
+            trial.add(1, 2.0);
+            trial.add(2, if slow { 50.0 } else { 1.0 });
+        }
+        assert_eq!(trial.medians(), [2.0, 1.0]);
+    }
+
+    #[test]
+    fn ranks_with_different_times_run_the_same_numbers() {
+        let mut ranks = [ChunkTrial::new(4), ChunkTrial::new(4)];
+        loop {
+            let turns = ranks.each_mut().map(ChunkTrial::next);
+            assert_eq!(turns[0], turns[1]);
+            match turns[0] {
+                Turn::Measure(chunks) => {
+                    ranks[0].add(chunks.get(), 1.0 / chunks.get() as f32);
+                    ranks[1].add(chunks.get(), 3.0 * chunks.get() as f32);
+                }
+                Turn::Run(_) => {}
+                Turn::Choose => break,
+            }
+        }
+        let sums: Vec<f32> =
+            ranks[0].medians().iter().zip(ranks[1].medians()).map(|(one, other)| one + other).collect();
+        ranks.each_mut().map(|rank| rank.choose(&sums));
+        assert_eq!(ranks.each_mut().map(ChunkTrial::next), [Turn::Run(NonZeroU32::MIN); 2]);
+    }
+
+    #[test]
+    fn a_trial_of_one_candidate_is_over_at_once() {
+        assert_eq!(ChunkTrial::new(0).next(), Turn::Run(NonZeroU32::MIN));
+    }
+}

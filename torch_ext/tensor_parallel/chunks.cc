@@ -1,0 +1,75 @@
+#include "tensor_parallel/chunks.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "completion.h"
+#include "device.h"
+#include "operations.h"
+
+namespace smd::torch_ext {
+namespace {
+
+// A measured call: its number of chunks, and the events before and after it.
+struct Measured {
+  std::uint32_t chunks;
+  c10::Event begin;
+  c10::Event end;
+};
+
+// A trial, with the measured calls whose times have not been read.
+struct Trial {
+  explicit Trial(std::uint32_t most) : choice(new_chunk_trial(most)) {}
+
+  rust::Box<ChunkTrial> choice;
+  std::vector<Measured> measured;
+};
+
+Trial& trial_of(const ProductKey& key, std::uint32_t most) {
+  static std::mutex mutex;
+  static auto* trials = new std::map<ProductKey, std::unique_ptr<Trial>>;
+  const std::lock_guard lock(mutex);
+  auto& found = (*trials)[key];
+  if (found == nullptr) found = std::make_unique<Trial>(most);
+  return *found;
+}
+
+// Sums the ranks' times, so that all of them choose the same number.
+void choose(Trial& trial, std::int64_t group) {
+  for (auto& each : trial.measured) {
+    each.end.synchronize();
+    trial.choice->add(each.chunks, static_cast<float>(each.begin.elapsedTime(each.end) / 1e3));
+  }
+  trial.measured.clear();
+  auto sums = trial.choice->medians();
+  const auto tensor = at::from_blob(sums.data(), {static_cast<std::int64_t>(sums.size())}, at::kFloat);
+  run(all_reduce_(tensor, "sum", group));
+  trial.choice->choose({sums.data(), sums.size()});
+}
+
+}  // namespace
+
+void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device, std::int64_t group,
+                   const std::function<void(std::uint32_t)>& product) {
+  const auto stream = current_stream(device);
+  // Events of a captured stream have no times. What a graph replays is not a call, so no call is counted.
+  if (is_capturing(static_cast<std::uint16_t>(device.index()), handle_of(stream))) return product(1);
+  auto& trial = trial_of(key, most);
+  auto turn = trial.choice->next();
+  if (turn.chunks == 0) {
+    choose(trial, group);
+    turn = trial.choice->next();
+  }
+  if (!turn.is_measured) return product(turn.chunks);
+  const auto timed = c10::EventFlag::BACKEND_DEFAULT;
+  Measured measured{turn.chunks, c10::Event(device.type(), timed), c10::Event(device.type(), timed)};
+  measured.begin.record(stream);
+  product(turn.chunks);
+  measured.end.record(stream);
+  trial.measured.push_back(std::move(measured));
+}
+
+}  // namespace smd::torch_ext

@@ -1,0 +1,30 @@
+// The number of chunks of a product, which the first calls of each shape measure.
+#pragma once
+
+#include <c10/core/Event.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "smd/operation.h"
+
+namespace smd::torch_ext {
+
+// What products with the same trial have in common: session, group, device, rows, features, results, element type.
+using ProductKey = std::vector<std::int64_t>;
+
+// Runs `product` in as many chunks as the trial of `key` says, and times it if this call is part of the trial.
+//
+// Every member of `group` makes the same calls in the same order (CHK-1). After the last measured call of a key, the
+// host waits for the device, and for the other members.
+//
+// Args:
+//   most: The largest number of chunks.
+//   device: The current device, a CUDA one.
+void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device, std::int64_t group,
+                   const std::function<void(std::uint32_t chunks)>& product);
+
+}  // namespace smd::torch_ext
