@@ -263,7 +263,7 @@ mod ffi {
         /// `smd_core::chunk_trial::ChunkTrial`.
         type ChunkTrial;
         fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>>;
-        fn next(self: &mut ChunkTrial) -> Result<ChunkTurn>;
+        fn next_turn(self: &mut ChunkTrial) -> Result<ChunkTurn>;
         fn add(self: &mut ChunkTrial, chunks: u32, seconds: f32);
         fn medians(self: &ChunkTrial) -> Result<Vec<f32>>;
         fn choose(self: &mut ChunkTrial, sums: &[f32]);

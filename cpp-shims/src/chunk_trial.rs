@@ -14,9 +14,9 @@ pub fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>, Report> {
 }
 
 impl ChunkTrial {
-    pub fn next(&mut self) -> Result<ffi::ChunkTurn, Report> {
+    pub fn next_turn(&mut self) -> Result<ffi::ChunkTurn, Report> {
         guard(|| {
-            let (chunks, is_measured) = match self.0.next() {
+            let (chunks, is_measured) = match self.0.next_turn() {
                 Turn::Run(chunks) => (chunks.get(), false),
                 Turn::Measure(chunks) => (chunks.get(), true),
                 Turn::Choose => (0, false),

@@ -48,7 +48,7 @@ impl ChunkTrial {
     }
 
     /// Counts a call, and returns what it has to do.
-    pub fn next(&mut self) -> Turn {
+    pub fn next_turn(&mut self) -> Turn {
         if let Some(chunks) = self.chosen {
             return Turn::Run(chunks);
         }
@@ -101,13 +101,13 @@ mod tests {
     fn chosen(most: u32, seconds: impl Fn(u32) -> f32) -> u32 {
         let mut trial = ChunkTrial::new(most);
         loop {
-            match trial.next() {
+            match trial.next_turn() {
                 Turn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
                 Turn::Run(_) => {}
                 Turn::Choose => {
                     let medians = trial.medians();
                     trial.choose(&medians);
-                    let Turn::Run(chunks) = trial.next() else { panic!("the trial goes on") };
+                    let Turn::Run(chunks) = trial.next_turn() else { panic!("the trial goes on") };
                     return chunks.get();
                 }
             }
@@ -139,7 +139,7 @@ mod tests {
     fn ranks_with_different_times_run_the_same_numbers() {
         let mut ranks = [ChunkTrial::new(4), ChunkTrial::new(4)];
         loop {
-            let turns = ranks.each_mut().map(ChunkTrial::next);
+            let turns = ranks.each_mut().map(ChunkTrial::next_turn);
             assert_eq!(turns[0], turns[1]);
             match turns[0] {
                 Turn::Measure(chunks) => {
@@ -152,12 +152,12 @@ mod tests {
         }
         let sums: Vec<f32> =
             ranks[0].medians().iter().zip(ranks[1].medians()).map(|(one, other)| one + other).collect();
-        ranks.each_mut().map(|rank| rank.choose(&sums));
-        assert_eq!(ranks.each_mut().map(ChunkTrial::next), [Turn::Run(NonZeroU32::MIN); 2]);
+        ranks.iter_mut().for_each(|rank| rank.choose(&sums));
+        assert_eq!(ranks.each_mut().map(ChunkTrial::next_turn), [Turn::Run(NonZeroU32::MIN); 2]);
     }
 
     #[test]
     fn a_trial_of_one_candidate_is_over_at_once() {
-        assert_eq!(ChunkTrial::new(0).next(), Turn::Run(NonZeroU32::MIN));
+        assert_eq!(ChunkTrial::new(0).next_turn(), Turn::Run(NonZeroU32::MIN));
     }
 }

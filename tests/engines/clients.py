@@ -31,6 +31,8 @@ COMMON = """
 import json, os, sys
 # Libraries import it where it is installed, for tens of seconds.
 sys.modules["tensorflow"] = None
+# Lightning initializes MPI where mpi4py is installed. Alone, Open MPI then starts a daemon, which needs ssh.
+sys.modules["mpi4py"] = None
 import torch
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 def write(**results):

@@ -58,10 +58,10 @@ void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device
   // Events of a captured stream have no times. What a graph replays is not a call, so no call is counted.
   if (is_capturing(static_cast<std::uint16_t>(device.index()), handle_of(stream))) return product(1);
   auto& trial = trial_of(key, most);
-  auto turn = trial.choice->next();
+  auto turn = trial.choice->next_turn();
   if (turn.chunks == 0) {
     choose(trial, group);
-    turn = trial.choice->next();
+    turn = trial.choice->next_turn();
   }
   if (!turn.is_measured) return product(turn.chunks);
   const auto timed = c10::EventFlag::BACKEND_DEFAULT;

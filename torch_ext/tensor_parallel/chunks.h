@@ -1,4 +1,4 @@
-// The number of chunks of a product, which the first calls of each shape measure.
+// The number of chunks of a product, which the first calls of each size measure.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -13,7 +13,8 @@
 
 namespace smd::torch_ext {
 
-// What products with the same trial have in common: session, group, device, rows, features, results, element type.
+// What products with the same trial have in common: session, group, device, magnitude of the number of rows, features,
+// results, element type, and whether ranks get shares of the rows.
 using ProductKey = std::vector<std::int64_t>;
 
 // Runs `product` in as many chunks as the trial of `key` says, and times it if this call is part of the trial.

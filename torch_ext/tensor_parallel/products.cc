@@ -35,6 +35,13 @@ at::Tensor padded(const at::Tensor& rows, int64_t wanted) {
 // The number of rows of each of `ranks` shares.
 int64_t share_of(int64_t rows, int64_t ranks) { return (rows + ranks - 1) / ranks; }
 
+// The number of bits of a number of rows. Batches of similar sizes share a trial, so there are few of them.
+int64_t magnitude(int64_t rows) {
+  int64_t bits = 0;
+  for (; rows > 0; rows /= 2) ++bits;
+  return bits;
+}
+
 // Calls `body` with the beginning and the length of each of `chunks` parts of `rows`. Parts differ by one row at most.
 template <class Body>
 void each_chunk(int64_t rows, std::uint32_t chunks, Body&& body) {
@@ -128,7 +135,7 @@ at::Tensor summed_product(const at::Tensor& input, const at::Tensor& weight, boo
       const ProductKey key{static_cast<int64_t>(session_id()),
                            group,
                            input.device().index(),
-                           rows.size(0),
+                           magnitude(rows.size(0)),
                            rows.size(1),
                            weight.size(0),
                            static_cast<int64_t>(input.scalar_type()),
