@@ -19,7 +19,7 @@ namespace smd::torch_ext {
 // A namespace of their own, because the ordered collectives have the same names.
 namespace named {
 
-using Handle = c10::intrusive_ptr<NamedWork>;
+using NamedWorkPtr = c10::intrusive_ptr<NamedWork>;
 
 // The interval at which a wait looks for signals. Ctrl-C ends the wait but not the operation.
 constexpr std::chrono::milliseconds kLookForSignals(50);
@@ -57,7 +57,7 @@ struct Group {
 
 class GroupCompletion final : public Completion {
  public:
-  GroupCompletion(Handle work, Group group) : work_(std::move(work)), group_(std::move(group)) {}
+  GroupCompletion(NamedWorkPtr work, Group group) : work_(std::move(work)), group_(std::move(group)) {}
 
   void done(rust::Str error, std::int64_t source) noexcept override {
     std::string text(error.data(), error.size());
@@ -85,12 +85,12 @@ class GroupCompletion final : public Completion {
   }
 
  private:
-  Handle work_;
+  NamedWorkPtr work_;
   Group group_;
   std::size_t next_ = 0;
 };
 
-static Handle start(const NamedOptions& options, Group group) {
+static NamedWorkPtr start(const NamedOptions& options, Group group) {
   // The core reads the descriptions after the operations have moved into the completion.
   std::vector<Operation> cores;
   std::vector<std::size_t> num_dims;
@@ -119,9 +119,9 @@ static Handle start(const NamedOptions& options, Group group) {
 }
 
 // If `outputs` is not empty, it equals `inputs`, and the operation is in place.
-static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::string op, double prescale,
-                         double postscale, bool is_scaled, std::string kind, std::string name, int64_t process_set,
-                         bool blocking) {
+static NamedWorkPtr all_reduce(at::TensorList inputs, at::TensorList outputs, std::string op, double prescale,
+                               double postscale, bool is_scaled, std::string kind, std::string name,
+                               int64_t process_set, bool blocking) {
   return checked([&] {
     const auto number = static_cast<int64_t>(process_set_group(process_set));
     Group group;
@@ -141,8 +141,8 @@ static Handle all_reduce(at::TensorList inputs, at::TensorList outputs, std::str
   });
 }
 
-static Handle broadcast(const at::Tensor& input, at::TensorList outputs, int64_t root, std::string kind,
-                        std::string name, int64_t process_set, bool blocking) {
+static NamedWorkPtr broadcast(const at::Tensor& input, at::TensorList outputs, int64_t root, std::string kind,
+                              std::string name, int64_t process_set, bool blocking) {
   return checked([&] {
     TensorOperation operation(Collective::Broadcast, static_cast<int64_t>(process_set_group(process_set)));
     operation.core.peer = static_cast<int64_t>(process_set_root(process_set, root));
@@ -169,8 +169,8 @@ static void must_have_rows(const at::Tensor& tensor, const char* what) {
                     " of a rank-zero tensor: it has no rows, and does not support scalar inputs");
 }
 
-static Handle all_gather(at::TensorList inputs, std::string kind, std::string name, int64_t process_set,
-                         bool blocking) {
+static NamedWorkPtr all_gather(at::TensorList inputs, std::string kind, std::string name, int64_t process_set,
+                               bool blocking) {
   return checked([&] {
     const auto number = static_cast<int64_t>(process_set_group(process_set));
     Group group;
@@ -188,8 +188,8 @@ static Handle all_gather(at::TensorList inputs, std::string kind, std::string na
 }
 
 // Without `splits`, dimension 0 is divided into equal blocks.
-static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef> splits, std::string kind,
-                         std::string name, int64_t process_set, bool blocking) {
+static NamedWorkPtr all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef> splits, std::string kind,
+                               std::string name, int64_t process_set, bool blocking) {
   return checked([&] {
     must_have_rows(input, "alltoall");
     const std::uint64_t number = process_set_group(process_set);
@@ -229,8 +229,9 @@ static Handle all_to_all(const at::Tensor& input, std::optional<at::IntArrayRef>
 }
 
 // Rows are divided evenly; the first ranks get one more row each where the division leaves a remainder.
-static Handle reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale, bool is_scaled,
-                             std::string kind, std::string name, int64_t process_set, bool blocking) {
+static NamedWorkPtr reduce_scatter(at::TensorList inputs, std::string op, double prescale, double postscale,
+                                   bool is_scaled, std::string kind, std::string name, int64_t process_set,
+                                   bool blocking) {
   return checked([&] {
     const std::uint64_t number = process_set_group(process_set);
     const auto ranks = static_cast<int64_t>(group_size(number));
@@ -254,7 +255,7 @@ static Handle reduce_scatter(at::TensorList inputs, std::string op, double presc
   });
 }
 
-static Handle barrier(std::string kind, int64_t process_set) {
+static NamedWorkPtr barrier(std::string kind, int64_t process_set) {
   return checked([&] {
     Group group;
     group.add({Collective::Barrier, static_cast<int64_t>(process_set_group(process_set))}, {});
@@ -265,7 +266,7 @@ static Handle barrier(std::string kind, int64_t process_set) {
 }
 
 // Compares across ranks which gradients a step has. `names` has one name in each line.
-static Handle step(std::string_view name, std::string_view names, int64_t process_set) {
+static NamedWorkPtr step(std::string_view name, std::string_view names, int64_t process_set) {
   return checked([&] {
     StepGradients gradients;
     gradients.names = rust::Str(names.data(), names.size());
@@ -277,7 +278,7 @@ static Handle step(std::string_view name, std::string_view names, int64_t proces
   });
 }
 
-static Handle join(int64_t named, int64_t current) {
+static NamedWorkPtr join(int64_t named, int64_t current) {
   return checked([&] {
     auto work = c10::make_intrusive<NamedWork>();
     join_named(process_set_group(0), named, current, std::make_unique<GroupCompletion>(work, Group()));

@@ -4,7 +4,7 @@
 //! slower, and each chunk costs the host a launch. The best number depends on the sizes, on the device and on what limits
 //! a step, so it is measured in the first calls.
 //!
-//! - CHK-1: all ranks divide the same call into the same number of chunks, because each chunk is an operation of the
+//! - TRIAL-1: all ranks divide the same call into the same number of chunks, because each chunk is an operation of the
 //!   group. So the number depends only on the count of calls, and later on times that the ranks have summed.
 
 use std::num::NonZeroU32;
@@ -81,7 +81,7 @@ impl ChunkTrial {
         self.times.iter().map(median).collect()
     }
 
-    /// Ends the trial. `sums` are the sums of [`Self::medians`] over the ranks, and the same on all of them (CHK-1).
+    /// Ends the trial. `sums` are the sums of [`Self::medians`] over the ranks, and the same on all of them (TRIAL-1).
     pub fn choose(&mut self, sums: &[f32]) {
         let mut best = 0;
         for (at, &time) in sums.iter().enumerate().take(self.candidates.len()) {

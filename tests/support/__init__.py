@@ -2,14 +2,14 @@
 
 from support.forks import Forked
 from support.launchers import missing, more, needs
-from support.ranks import HarnessBrokenError, Job, Outcome, RankOutcome, RanksFailedError, run_ranks, start_ranks
+from support.ranks import HarnessBrokenError, Job, JobResult, RankResult, RanksFailedError, run_ranks, start_ranks
 
 __all__ = [
     "Forked",
     "HarnessBrokenError",
     "Job",
-    "Outcome",
-    "RankOutcome",
+    "JobResult",
+    "RankResult",
     "RanksFailedError",
     "missing",
     "more",

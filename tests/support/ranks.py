@@ -42,7 +42,7 @@ _SHOWN_BYTES = 20_000
 class RanksFailedError(AssertionError):
     """A job failed; the text holds the output of all ranks."""
 
-    def __init__(self, outcome: Outcome, why: str) -> None:
+    def __init__(self, outcome: JobResult, why: str) -> None:
         super().__init__(f"{why}\n{outcome.describe()}")
         self.outcome = outcome
 
@@ -52,7 +52,7 @@ class HarnessBrokenError(Exception):
 
 
 @dataclass
-class RankOutcome:
+class RankResult:
     """The result of one rank."""
 
     rank: int
@@ -71,7 +71,7 @@ class RankOutcome:
 
 
 @dataclass
-class Outcome:
+class JobResult:
     """The result of a job."""
 
     command: list[str]
@@ -79,7 +79,7 @@ class Outcome:
     output: str
     seconds: float
     timed_out: bool
-    ranks: list[RankOutcome] = field(default_factory=list)
+    ranks: list[RankResult] = field(default_factory=list)
     #: Process ids of ranks that still ran after the launcher had ended.
     left_behind: list[int] = field(default_factory=list)
 
@@ -179,7 +179,7 @@ class Job:
         self._folder = folder
         self._started = time.monotonic()
         self._deadline = self._started + timeout
-        self._outcome: Outcome | None = None
+        self._outcome: JobResult | None = None
         self._is_body = callable(target)
         # mpirun does not wait until its daemons on other hosts have ended.
         self._patience = 10.0 if isinstance(launcher, Hosts) else 0.0
@@ -284,7 +284,7 @@ class Job:
         what = "rank" if len(texts) == self.n else "host"
         return "".join(f"--- {what} {index} ---\n{text}" for index, text in enumerate(texts))
 
-    def wait(self) -> Outcome:
+    def wait(self) -> JobResult:
         """Waits for the end of the job; kills it at the deadline."""
         if self._outcome is None:
             timed_out = False
@@ -335,12 +335,12 @@ class Job:
                         living.append(int(entry.name))
         return living
 
-    def _read_outcome(self, seconds: float, timed_out: bool, left_behind: list[int]) -> Outcome:
+    def _read_outcome(self, seconds: float, timed_out: bool, left_behind: list[int]) -> JobResult:
         codes = [process.returncode for process in self._processes]
         exit_code = next((code for code in codes if code != 0), 0)
-        outcome = Outcome(self.command, exit_code, self.output(), seconds, timed_out, left_behind=left_behind)
+        outcome = JobResult(self.command, exit_code, self.output(), seconds, timed_out, left_behind=left_behind)
         for index in range(self.n if self._is_body else 0):
-            rank = RankOutcome(index)
+            rank = RankResult(index)
             if len(codes) == self.n > 1:
                 rank.exit_code = codes[index]
             path = self._folder / f"{index}.result"

@@ -71,7 +71,7 @@ class _Plain(nn.Module):
         torch.autograd.backward(tensors, [each / MICROBATCHES for each in gradients])
 
 
-class Outcome:
+class StepResults:
     """All values that a run of a program leaves, by name."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def _batch(program: Mapping[str, Any], step: int) -> tuple[torch.Tensor, torch.T
     return x, y
 
 
-def _note_module(outcome: Outcome, step: int, parameters: Any, buffers: Any) -> None:
+def _note_module(outcome: StepResults, step: int, parameters: Any, buffers: Any) -> None:
     for path, parameter in parameters:
         outcome.tensors[f"gradient of {path} in step {step}"] = (
             None if parameter.grad is None else parameter.grad.clone()
@@ -119,7 +119,7 @@ def _note_module(outcome: Outcome, step: int, parameters: Any, buffers: Any) -> 
         outcome.tensors[f"buffer {path} after step {step}"] = buffer.detach().clone()
 
 
-def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
+def plain(program: Mapping[str, Any], noise: float = 0.0) -> StepResults:
     """Runs a program in one process.
 
     Args:
@@ -133,7 +133,7 @@ def plain(program: Mapping[str, Any], noise: float = 0.0) -> Outcome:
     generator = torch.Generator().manual_seed(program["SEED"])
     for parameter in module.parameters() if noise else ():
         parameter.data.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
-    outcome = Outcome()
+    outcome = StepResults()
     try:
         program["prepare"](module, keep)
         model = _Plain(module)
@@ -168,7 +168,7 @@ def _piece(result: Any, microbatch: int) -> Any:
     return result[microbatch]
 
 
-def pipelined(program: Mapping[str, Any]) -> Outcome:
+def pipelined(program: Mapping[str, Any]) -> StepResults:
     """Runs a program on the partitions of the job; returns the values that this rank holds."""
     import smdistributed.modelparallel.torch as smp
 
@@ -177,7 +177,7 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
     smp.init({**config, "auto_partition": places is None, "default_partition": 0})
     try:
         module, keep = _begin(program)
-        outcome = Outcome()
+        outcome = StepResults()
         for path, place in (places or {}).items():
             smp.set_partition(module.get_submodule(path), place)
         program["prepare"](module, keep)
@@ -195,7 +195,7 @@ def pipelined(program: Mapping[str, Any]) -> Outcome:
         smp.shutdown()
 
 
-def differences(ours: Outcome, expected: Outcome, tolerance: float) -> list[str]:
+def differences(ours: StepResults, expected: StepResults, tolerance: float) -> list[str]:
     """Lists the differences in program order."""
     found = []
     gradients = [

@@ -121,12 +121,12 @@ from importlib.machinery import PathFinder
 os.environ["KERAS_BACKEND"] = {backend!r}
 
 # `sys.modules[name] = None` would not do: SciPy takes it for an imported module.
-class Absent(PathFinder):
+class PathFinderWithout(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in {absent!r} else super().find_spec(name, path, target)
 
-sys.meta_path[:] = [Absent if finder is PathFinder else finder for finder in sys.meta_path]
+sys.meta_path[:] = [PathFinderWithout if finder is PathFinder else finder for finder in sys.meta_path]
 for name in {names!r}:
     importlib.import_module(name)
 assert not set({absent!r}) & set(sys.modules)

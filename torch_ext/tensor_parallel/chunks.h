@@ -19,7 +19,7 @@ using ProductKey = std::vector<std::int64_t>;
 
 // Runs `product` in as many chunks as the trial of `key` says, and times it if this call is part of the trial.
 //
-// Every member of `group` makes the same calls in the same order (CHK-1). After the last measured call of a key, the
+// Every member of `group` makes the same calls in the same order (TRIAL-1). After the last measured call of a key, the
 // host waits for the device, and for the other members.
 //
 // Args:

@@ -74,13 +74,13 @@ impl StageCost {
 
 /// Converts sums to costs. The fractions refer to the whole model with every module split into tasks, so memory keeps
 /// its weight where the host takes longer than the device.
-pub(super) struct Price<'a> {
+pub(super) struct CostModel<'a> {
     objective: &'a Objective,
     memory: f64,
     time: f64,
 }
 
-impl<'a> Price<'a> {
+impl<'a> CostModel<'a> {
     pub(super) fn new(tree: &CostTree, objective: &'a Objective) -> Self {
         let mut whole = StageCost::default();
         tree.modules().iter().for_each(|module| whole.add(module));
@@ -138,9 +138,9 @@ pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -
             stages[assignment[tasks.at] as usize].tasks += tasks.time;
         }
     }
-    let price = Price::new(tree, objective);
+    let cost_model = CostModel::new(tree, objective);
     for (index, stage) in stages.iter_mut().enumerate() {
-        stage.cost = price.of(index, stage);
+        stage.cost = cost_model.of(index, stage);
     }
     stages
 }

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::cost::{Objective, Price, StageCost};
+use super::cost::{CostModel, Objective, StageCost};
 use super::line::Line;
 use super::{CostTree, ROUNDING};
 
@@ -54,16 +54,16 @@ impl<T: Copy> CutTable<T> {
 pub(super) struct CutSearch<'a> {
     line: &'a Line,
     pieces: usize,
-    price: Price<'a>,
+    cost_model: CostModel<'a>,
 }
 
 impl<'a> CutSearch<'a> {
     pub(super) fn new(line: &'a Line, partitions: usize, objective: &'a Objective, tree: &CostTree) -> Self {
-        Self { line, pieces: partitions.min(line.len()), price: Price::new(tree, objective) }
+        Self { line, pieces: partitions.min(line.len()), cost_model: CostModel::new(tree, objective) }
     }
 
     fn cost(&self, index: usize, start: usize, end: usize) -> f64 {
-        self.price.of(index, &self.line.piece(start, end))
+        self.cost_model.of(index, &self.line.piece(start, end))
     }
 
     /// Returns the smallest possible largest cost of a piece.
@@ -123,11 +123,11 @@ impl<'a> CutSearch<'a> {
                         continue;
                     }
                     let piece = self.line.piece(start, end);
-                    if self.price.of(count - 1, &StageCost { transfer: 0, tasks: 0, ..piece }) > bound {
+                    if self.cost_model.of(count - 1, &StageCost { transfer: 0, tasks: 0, ..piece }) > bound {
                         // A longer piece costs more.
                         break;
                     }
-                    let cost = self.price.of(count - 1, &piece);
+                    let cost = self.cost_model.of(count - 1, &piece);
                     if cost > bound {
                         continue;
                     }

@@ -7,7 +7,7 @@ use cudarc::nccl::sys::ncclComm_t;
 use parking_lot::ReentrantMutex;
 
 use super::library::{Functions, nccl};
-use super::parent::{Config, Handle, POLL_INTERVAL, Parent, call, free, state};
+use super::parent::{Config, POLL_INTERVAL, Parent, RawComm, call, free, state};
 use crate::device::driver::{Context, relaxed};
 use crate::error::{Error, Result};
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct Comm {
     /// Reentrant, since [`Comm::group`] holds it while its body calls operations.
-    operations: ReentrantMutex<Handle>,
+    operations: ReentrantMutex<RawComm>,
     /// Shares its abort flag with `operations` (NCL-4).
     stop: Parent,
     /// The communicator from which other groups' are split.
@@ -46,7 +46,7 @@ impl Comm {
         let joined = stop.settle("joining a group", &mut check);
         let made = joined.and_then(|()| stop.split_raw(place, Config::BLOCKING, &mut check));
         match made.and_then(|raw| raw.ok_or_else(lost)) {
-            Ok(raw) => Ok(Self { operations: ReentrantMutex::new(Handle(Cell::new(raw))), stop, parent, context }),
+            Ok(raw) => Ok(Self { operations: ReentrantMutex::new(RawComm(Cell::new(raw))), stop, parent, context }),
             Err(error) => Err((vec![stop, parent], error)),
         }
     }

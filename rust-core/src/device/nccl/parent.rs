@@ -88,14 +88,14 @@ impl UniqueId {
 
 /// A communicator's handle; null once it has been freed or is being freed.
 #[derive(Debug)]
-pub(super) struct Handle(pub(super) Cell<ncclComm_t>);
+pub(super) struct RawComm(pub(super) Cell<ncclComm_t>);
 
 // SAFETY: NCCL accepts calls for a communicator from any thread, one at a time; the mutex around it ensures that.
-unsafe impl Send for Handle {}
+unsafe impl Send for RawComm {}
 
 /// Calls `call` with a communicator's handle, under its lock.
 pub(super) fn call(
-    handle: &Handle,
+    handle: &RawComm,
     context: &Context,
     name: &str,
     call: impl FnOnce(&Functions, ncclComm_t) -> c_int,
@@ -110,7 +110,7 @@ pub(super) fn call(
 }
 
 /// Returns the state of NCCL's threads: an error, in progress, or done.
-pub(super) fn state(handle: &Handle, context: &Context, during: &str) -> Result<bool> {
+pub(super) fn state(handle: &RawComm, context: &Context, during: &str) -> Result<bool> {
     let mut state = SUCCESS;
     // SAFETY: the communicator exists, and `state` is valid for the write.
     call(handle, context, during, |nccl, comm| match unsafe { (nccl.ncclCommGetAsyncError)(comm, &mut state) } {
@@ -122,7 +122,7 @@ pub(super) fn state(handle: &Handle, context: &Context, during: &str) -> Result<
 
 /// Frees a communicator with the NCCL function `how`, after taking it out of `handle`.
 pub(super) fn free(
-    handle: &Handle,
+    handle: &RawComm,
     context: &'static Context,
     how: impl FnOnce(&Functions) -> unsafe extern "C" fn(ncclComm_t) -> c_int,
 ) {
@@ -141,7 +141,7 @@ pub(super) fn free(
 /// If it is dropped without an abort, it stays until the process ends: an abort may wait, and a drop must not.
 #[derive(Debug)]
 pub struct Parent {
-    handle: Mutex<Handle>,
+    handle: Mutex<RawComm>,
     pub(super) context: &'static Context,
 }
 
@@ -169,7 +169,7 @@ impl Parent {
     }
 
     pub(super) fn new(raw: ncclComm_t, context: &'static Context) -> Self {
-        Self { handle: Mutex::new(Handle(Cell::new(raw))), context }
+        Self { handle: Mutex::new(RawComm(Cell::new(raw))), context }
     }
 
     /// The device's context.
