@@ -251,7 +251,7 @@ mod ffi {
         iteration: i64,
     }
 
-    /// `smd_core::chunk_trial::Turn`.
+    /// `smd_core::chunk_trial::ChunkTurn`.
     #[derive(Clone, Copy, Debug)]
     struct ChunkTurn {
         /// 0 if the ranks have to choose.

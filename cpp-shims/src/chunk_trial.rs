@@ -1,6 +1,6 @@
 //! Implements the bridge's functions for products that are divided into chunks.
 
-use smd_core::chunk_trial::{self, Turn};
+use smd_core::chunk_trial::{self, ChunkTurn};
 use smd_core::device::{Context, Stream};
 
 use crate::bridge as ffi;
@@ -17,9 +17,9 @@ impl ChunkTrial {
     pub fn next_turn(&mut self) -> Result<ffi::ChunkTurn, Report> {
         guard(|| {
             let (chunks, is_measured) = match self.0.next_turn() {
-                Turn::Run(chunks) => (chunks.get(), false),
-                Turn::Measure(chunks) => (chunks.get(), true),
-                Turn::Choose => (0, false),
+                ChunkTurn::Run(chunks) => (chunks.get(), false),
+                ChunkTurn::Measure(chunks) => (chunks.get(), true),
+                ChunkTurn::Choose => (0, false),
             };
             Ok(ffi::ChunkTurn { chunks, is_measured })
         })

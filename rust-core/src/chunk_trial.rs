@@ -18,7 +18,7 @@ const WORTHWHILE: f32 = 0.98;
 
 /// What a call has to do.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Turn {
+pub enum ChunkTurn {
     /// Run in this many chunks.
     Run(NonZeroU32),
     /// Run in this many chunks, and measure the time.
@@ -48,20 +48,20 @@ impl ChunkTrial {
     }
 
     /// Counts a call, and returns what it has to do.
-    pub fn next_turn(&mut self) -> Turn {
+    pub fn next_turn(&mut self) -> ChunkTurn {
         if let Some(chunks) = self.chosen {
-            return Turn::Run(chunks);
+            return ChunkTurn::Run(chunks);
         }
         let number = self.calls;
         let Some(measured) = number.checked_sub(WARM_UP_CALLS) else {
             self.calls += 1;
-            return Turn::Run(self.candidates[0]);
+            return ChunkTurn::Run(self.candidates[0]);
         };
         if measured >= MEASURED_CALLS * self.candidates.len() {
-            return Turn::Choose;
+            return ChunkTurn::Choose;
         }
         self.calls += 1;
-        Turn::Measure(self.candidates[measured % self.candidates.len()])
+        ChunkTurn::Measure(self.candidates[measured % self.candidates.len()])
     }
 
     /// Adds the time of a measured call.
@@ -102,12 +102,12 @@ mod tests {
         let mut trial = ChunkTrial::new(most);
         loop {
             match trial.next_turn() {
-                Turn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
-                Turn::Run(_) => {}
-                Turn::Choose => {
+                ChunkTurn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
+                ChunkTurn::Run(_) => {}
+                ChunkTurn::Choose => {
                     let medians = trial.medians();
                     trial.choose(&medians);
-                    let Turn::Run(chunks) = trial.next_turn() else { panic!("the trial goes on") };
+                    let ChunkTurn::Run(chunks) = trial.next_turn() else { panic!("the trial goes on") };
                     return chunks.get();
                 }
             }
@@ -142,22 +142,22 @@ mod tests {
             let turns = ranks.each_mut().map(ChunkTrial::next_turn);
             assert_eq!(turns[0], turns[1]);
             match turns[0] {
-                Turn::Measure(chunks) => {
+                ChunkTurn::Measure(chunks) => {
                     ranks[0].add(chunks.get(), 1.0 / chunks.get() as f32);
                     ranks[1].add(chunks.get(), 3.0 * chunks.get() as f32);
                 }
-                Turn::Run(_) => {}
-                Turn::Choose => break,
+                ChunkTurn::Run(_) => {}
+                ChunkTurn::Choose => break,
             }
         }
         let sums: Vec<f32> =
             ranks[0].medians().iter().zip(ranks[1].medians()).map(|(one, other)| one + other).collect();
         ranks.iter_mut().for_each(|rank| rank.choose(&sums));
-        assert_eq!(ranks.each_mut().map(ChunkTrial::next_turn), [Turn::Run(NonZeroU32::MIN); 2]);
+        assert_eq!(ranks.each_mut().map(ChunkTrial::next_turn), [ChunkTurn::Run(NonZeroU32::MIN); 2]);
     }
 
     #[test]
     fn a_trial_of_one_candidate_is_over_at_once() {
-        assert_eq!(ChunkTrial::new(0).next_turn(), Turn::Run(NonZeroU32::MIN));
+        assert_eq!(ChunkTrial::new(0).next_turn(), ChunkTurn::Run(NonZeroU32::MIN));
     }
 }
