@@ -263,7 +263,8 @@ mod ffi {
         /// `smd_core::chunk_trial::ChunkTrial`.
         type ChunkTrial;
         fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>>;
-        fn next_turn(self: &mut ChunkTrial) -> Result<ChunkTurn>;
+        fn turn(self: &mut ChunkTrial, step: u64) -> Result<ChunkTurn>;
+        fn chosen(self: &ChunkTrial) -> u32;
         fn add(self: &mut ChunkTrial, chunks: u32, seconds: f32);
         fn medians(self: &ChunkTrial) -> Result<Vec<f32>>;
         fn choose(self: &mut ChunkTrial, sums: &[f32]);

@@ -14,15 +14,19 @@ pub fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>, Report> {
 }
 
 impl ChunkTrial {
-    pub fn next_turn(&mut self) -> Result<ffi::ChunkTurn, Report> {
+    pub fn turn(&mut self, step: u64) -> Result<ffi::ChunkTurn, Report> {
         guard(|| {
-            let (chunks, is_measured) = match self.0.next_turn() {
+            let (chunks, is_measured) = match self.0.turn(step) {
                 ChunkTurn::Run(chunks) => (chunks.get(), false),
                 ChunkTurn::Measure(chunks) => (chunks.get(), true),
                 ChunkTurn::Choose => (0, false),
             };
             Ok(ffi::ChunkTurn { chunks, is_measured })
         })
+    }
+
+    pub fn chosen(&self) -> u32 {
+        guard_or(1, || self.0.chosen())
     }
 
     pub fn add(&mut self, chunks: u32, seconds: f32) {

@@ -87,6 +87,7 @@ mod tests {
         let sources = [
             include_str!("step_scope.rs"),
             include_str!("calls.rs"),
+            include_str!("chunk_trial.rs"),
             include_str!("membership.rs"),
             include_str!("plan.rs"),
             include_str!("reducer.rs"),

@@ -2,17 +2,18 @@
 //!
 //! Ranks exchange a chunk while they compute the next one. More chunks hide more of the exchange, but small products are
 //! slower, and each chunk costs the host a launch. The best number depends on the sizes, on the device and on what limits
-//! a step, so it is measured in the first calls.
+//! a step, so it is measured in the first steps.
 //!
 //! - TRIAL-1: all ranks divide the same call into the same number of chunks, because each chunk is an operation of the
-//!   group. So the number depends only on the count of calls, and later on times that the ranks have summed.
+//!   group. So the number depends only on the count of steps, and later on times that the ranks have summed.
+//! - TRIAL-2: within a step the number is constant, so a recomputed forward computes what the forward computed.
 
 use std::num::NonZeroU32;
 
-/// Calls before the trial, which run undivided: a first step allocates memory and compiles.
-const WARM_UP_CALLS: usize = 100;
-/// Measured calls of each number of chunks.
-const MEASURED_CALLS: usize = 9;
+/// Steps before the trial, which run undivided: they allocate memory and compile.
+const WARM_UP_STEPS: u64 = 5;
+/// Measured steps of each number of chunks.
+const MEASURED_STEPS: u64 = 3;
 /// A larger number of chunks is chosen only if it needs less than this part of the time of the smaller number.
 const WORTHWHILE: f32 = 0.98;
 
@@ -31,7 +32,8 @@ pub enum ChunkTurn {
 #[derive(Clone, Debug)]
 pub struct ChunkTrial {
     candidates: Vec<NonZeroU32>,
-    calls: usize,
+    /// The step of the first call.
+    begin: Option<u64>,
     /// For each candidate, the measured times in seconds.
     times: Vec<Vec<f32>>,
     chosen: Option<NonZeroU32>,
@@ -44,24 +46,26 @@ impl ChunkTrial {
         let candidates: Vec<_> = powers.filter_map(NonZeroU32::new).collect();
         let times = vec![Vec::new(); candidates.len()];
         let chosen = if candidates.len() == 1 { Some(candidates[0]) } else { None };
-        Self { candidates, calls: 0, times, chosen }
+        Self { candidates, begin: None, times, chosen }
     }
 
-    /// Counts a call, and returns what it has to do.
-    pub fn next_turn(&mut self) -> ChunkTurn {
+    /// What a call has to do. `step` is the number of the current step, the same on all ranks.
+    pub fn turn(&mut self, step: u64) -> ChunkTurn {
         if let Some(chunks) = self.chosen {
             return ChunkTurn::Run(chunks);
         }
-        let number = self.calls;
-        let Some(measured) = number.checked_sub(WARM_UP_CALLS) else {
-            self.calls += 1;
-            return ChunkTurn::Run(self.candidates[0]);
-        };
-        if measured >= MEASURED_CALLS * self.candidates.len() {
+        let passed = step.saturating_sub(*self.begin.get_or_insert(step));
+        let Some(measured) = passed.checked_sub(WARM_UP_STEPS) else { return ChunkTurn::Run(self.candidates[0]) };
+        let count = self.candidates.len() as u64;
+        if measured >= MEASURED_STEPS * count {
             return ChunkTurn::Choose;
         }
-        self.calls += 1;
-        ChunkTurn::Measure(self.candidates[measured % self.candidates.len()])
+        ChunkTurn::Measure(self.candidates[(measured % count) as usize])
+    }
+
+    /// The number of chunks that the trial has chosen, or one.
+    pub fn chosen(&self) -> u32 {
+        self.chosen.map_or(1, NonZeroU32::get)
     }
 
     /// Adds the time of a measured call.
@@ -100,18 +104,19 @@ mod tests {
     /// Runs a trial in which `chunks` chunks need `seconds(chunks)`, and returns the number that is chosen.
     fn chosen(most: u32, seconds: impl Fn(u32) -> f32) -> u32 {
         let mut trial = ChunkTrial::new(most);
-        loop {
-            match trial.next_turn() {
+        for step in 7.. {
+            match trial.turn(step) {
                 ChunkTurn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
                 ChunkTurn::Run(_) => {}
                 ChunkTurn::Choose => {
                     let medians = trial.medians();
                     trial.choose(&medians);
-                    let ChunkTurn::Run(chunks) = trial.next_turn() else { panic!("the trial goes on") };
-                    return chunks.get();
+                    assert_eq!(ChunkTurn::Run(NonZeroU32::new(trial.chosen()).unwrap()), trial.turn(step));
+                    return trial.chosen();
                 }
             }
         }
+        unreachable!("a trial ends")
     }
 
     #[test]
@@ -136,28 +141,46 @@ mod tests {
     }
 
     #[test]
+    fn all_calls_of_a_step_have_the_same_number() {
+        let mut trial = ChunkTrial::new(4);
+        let mut numbers = Vec::new();
+        for step in 0..WARM_UP_STEPS + 3 * MEASURED_STEPS {
+            let turn = trial.turn(step);
+            assert_eq!([trial.turn(step), trial.turn(step)], [turn, turn]);
+            if let ChunkTurn::Measure(chunks) = turn {
+                numbers.push(chunks.get());
+            }
+        }
+        assert_eq!(numbers, [1, 2, 4, 1, 2, 4, 1, 2, 4]);
+    }
+
+    #[test]
+    fn without_steps_products_are_not_divided() {
+        let mut trial = ChunkTrial::new(4);
+        for _ in 0..1000 {
+            assert_eq!(trial.turn(0), ChunkTurn::Run(NonZeroU32::MIN));
+        }
+    }
+
+    #[test]
     fn ranks_with_different_times_run_the_same_numbers() {
         let mut ranks = [ChunkTrial::new(4), ChunkTrial::new(4)];
-        loop {
-            let turns = ranks.each_mut().map(ChunkTrial::next_turn);
+        for step in 0..WARM_UP_STEPS + 3 * MEASURED_STEPS {
+            let turns = ranks.each_mut().map(|rank| rank.turn(step));
             assert_eq!(turns[0], turns[1]);
-            match turns[0] {
-                ChunkTurn::Measure(chunks) => {
-                    ranks[0].add(chunks.get(), 1.0 / chunks.get() as f32);
-                    ranks[1].add(chunks.get(), 3.0 * chunks.get() as f32);
-                }
-                ChunkTurn::Run(_) => {}
-                ChunkTurn::Choose => break,
+            if let ChunkTurn::Measure(chunks) = turns[0] {
+                ranks[0].add(chunks.get(), 1.0 / chunks.get() as f32);
+                ranks[1].add(chunks.get(), 3.0 * chunks.get() as f32);
             }
         }
         let sums: Vec<f32> =
             ranks[0].medians().iter().zip(ranks[1].medians()).map(|(one, other)| one + other).collect();
         ranks.iter_mut().for_each(|rank| rank.choose(&sums));
-        assert_eq!(ranks.each_mut().map(ChunkTrial::next_turn), [ChunkTurn::Run(NonZeroU32::MIN); 2]);
+        assert_eq!(ranks.each_mut().map(|rank| rank.turn(99)), [ChunkTurn::Run(NonZeroU32::MIN); 2]);
     }
 
     #[test]
     fn a_trial_of_one_candidate_is_over_at_once() {
-        assert_eq!(ChunkTrial::new(0).next_turn(), ChunkTurn::Run(NonZeroU32::MIN));
+        assert_eq!(ChunkTrial::new(0).turn(0), ChunkTurn::Run(NonZeroU32::MIN));
     }
 }

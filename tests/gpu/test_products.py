@@ -27,8 +27,9 @@ def _check_chunks(optimize):
     )
     wanted = layout.leave_product(functional.linear(inner, weight))
     wanted = [wanted, *torch.autograd.grad(wanted.square().sum(), (inner, weight))]
-    # The trial needs 100 calls before, 9 for each number of chunks, and one more.
-    for call in range(140):
+    # The trial takes 5 steps, 3 steps for each number of chunks, and one more.
+    for call in range(20):
+        torch.ops.smd.begin_step_of_products()
         found = products.row_product(inner, weight)
         found = [found, *torch.autograd.grad(found.square().sum(), (inner, weight))]
         for one, other in zip(wanted, found, strict=True):

@@ -1,7 +1,9 @@
 #include "tensor_parallel/chunks.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -12,6 +14,9 @@
 
 namespace smd::torch_ext {
 namespace {
+
+// The number of steps that have begun.
+std::atomic<std::uint64_t> steps = 0;
 
 // A measured call: its number of chunks, and the events before and after it.
 struct Measured {
@@ -52,16 +57,21 @@ void choose(Trial& trial, std::int64_t group) {
 
 }  // namespace
 
+void begin_step_of_products() { ++steps; }
+
 void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device, std::int64_t group,
                    const std::function<void(std::uint32_t)>& product) {
+  if (at::globalContext().deterministicAlgorithms()) return product(1);
   const auto stream = current_stream(device);
-  // Events of a captured stream have no times. What a graph replays is not a call, so no call is counted.
-  if (is_capturing(static_cast<std::uint16_t>(device.index()), handle_of(stream))) return product(1);
   auto& trial = trial_of(key, most);
-  auto turn = trial.choice->next_turn();
+  // Events of a captured stream have no times, and the host must not wait.
+  if (is_capturing(static_cast<std::uint16_t>(device.index()), handle_of(stream))) {
+    return product(trial.choice->chosen());
+  }
+  auto turn = trial.choice->turn(steps);
   if (turn.chunks == 0) {
     choose(trial, group);
-    turn = trial.choice->next_turn();
+    turn = trial.choice->turn(steps);
   }
   if (!turn.is_measured) return product(turn.chunks);
   const auto timed = c10::EventFlag::BACKEND_DEFAULT;

@@ -1,12 +1,10 @@
-// The number of chunks of a product, which the first calls of each size measure.
+// The number of chunks of a product, which the first steps measure.
 #pragma once
 
 #include <c10/core/Event.h>
 
 #include <cstdint>
 #include <functional>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "smd/operation.h"
@@ -17,10 +15,14 @@ namespace smd::torch_ext {
 // results, element type, and whether ranks get shares of the rows.
 using ProductKey = std::vector<std::int64_t>;
 
+// Begins a step: products are divided in another way from here on, if they are in their trial.
+void begin_step_of_products();
+
 // Runs `product` in as many chunks as the trial of `key` says, and times it if this call is part of the trial.
 //
-// Every member of `group` makes the same calls in the same order (TRIAL-1). After the last measured call of a key, the
-// host waits for the device, and for the other members.
+// Every member of `group` makes the same calls in the same order, and has begun the same number of steps (TRIAL-1).
+// After the measured steps of a key, the host waits once for the device and for the other members. With
+// `torch.use_deterministic_algorithms(True)`, a product is one chunk.
 //
 // Args:
 //   most: The largest number of chunks.

@@ -56,6 +56,11 @@ void each_chunk(int64_t rows, std::uint32_t chunks, Body&& body) {
 // Sums the product over the group, chunk by chunk, in place.
 void sum_in_chunks(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& result, std::uint32_t chunks,
                    int64_t group) {
+  if (chunks == 1) {
+    auto whole = result;
+    at::mm_out(whole, rows, weight);
+    return run(all_reduce_(whole, "sum", group));
+  }
   Works works;
   each_chunk(rows.size(0), chunks, [&](int64_t begin, int64_t length) {
     auto part = result.narrow(0, begin, length);
@@ -70,6 +75,7 @@ void scatter_in_chunks(const at::Tensor& rows, const at::Tensor& weight, const a
                        int64_t group) {
   const auto ranks = static_cast<int64_t>(group_size(group));
   const auto shares = padded(rows, ranks * result.size(0)).view({ranks, result.size(0), rows.size(1)});
+  if (chunks == 1) return run(reduce_scatter_single(result, at::mm(shares.flatten(0, 1), weight), "sum", group));
   const auto weights = weight.expand({ranks, -1, -1});
   Works works;
   each_chunk(result.size(0), chunks, [&](int64_t begin, int64_t length) {
@@ -207,6 +213,8 @@ std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Te
 }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
+  // Called at the beginning of each step function.
+  m.def("begin_step_of_products() -> ()", begin_step_of_products);
   m.def("summed_product(Tensor input, Tensor weight, bool shares_rows, int group) -> Tensor");
   m.def("gathered_products(Tensor own, Tensor[] weights, Tensor?[] biases, SymInt rows, int group) -> Tensor[]");
   m.def(

@@ -29,6 +29,8 @@ def _model(kind="plain"):
             self.scale = 1.0
             self.options = {"shift": 0.0}
             self.aux = 0.0
+            if kind == "factor":
+                self.factor = nn.Buffer(torch.ones(6))
 
         def forward(self, x):
             if kind == "inplace":
@@ -36,6 +38,8 @@ def _model(kind="plain"):
             out = self.linear(x) * self.scale + self.options["shift"]
             if kind == "shared":
                 out = out + self.table.shift
+            if kind == "factor":
+                out = out * self.factor
             if kind == "aux":
                 self.aux = out.square().mean()
             return out if self.training else out + 1
@@ -354,6 +358,15 @@ def _saved_buffer(model, backward, x, y):
     return out
 
 
+def _buffer_of_a_module(model, backward, x, y):
+    """Writes to a buffer that a module saves for its backward; the next microbatch writes to it again."""
+    core = getattr(model, "module", model)
+    core.a.factor.mul_(0.5).add_(x.mean() + 0.5)
+    out = core.b(core.a(x))
+    backward(_loss(out, y))
+    return out
+
+
 def _check_cases(cases, partitions, schedule):
     import traceback
     import warnings
@@ -390,6 +403,7 @@ CASES = [
     ("_module_of_several_parents", "shared"),
     ("_written_buffers", "plain"),
     ("_saved_buffer", "plain"),
+    ("_buffer_of_a_module", "factor"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_an_input_that_is_modified_before_its_deferred_product_is_an_error():
     x, layer = torch.randn(3, 5), torch.nn.Linear(5, 4)
     weights = _backward(layer(x), torch.ones(3, 4), deferred=True)
     x.mul_(0)
-    with pytest.raises(RuntimeError, match="changed in place between the two parts"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation between the two parts"):
         weights.run()
 
 

@@ -4,7 +4,7 @@
   begins with its own tokens while those of the others arrive. In the backward, the sum of the input's gradient over
   the group runs beside the products for the gradients of the weights.
 - :func:`row_product` multiplies slices of an input by columns of a weight. It is divided into chunks of tokens: a chunk
-  is summed over the group while the next one is computed. The first calls measure how many chunks are fastest.
+  is summed over the group while the next one is computed. The first steps measure how many chunks are fastest.
 
 The operations are in ``torch_ext/tensor_parallel``. A compiler takes each of them as a whole.
 """
@@ -76,7 +76,8 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     narrow = torch.get_autocast_dtype(device)
-    return tuple(None if tensor is None else tensor.to(narrow) for tensor in tensors)
+    # Autocast leaves float64 as it is.
+    return tuple(tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(narrow) for tensor in tensors)
 
 
 def _group() -> int:

@@ -54,7 +54,8 @@ class Rotary:
         """
         if positions is not None or type(like) is not torch.Tensor or torch.compiler.is_compiling():
             return self._angles(positions, length, like)
-        # Tensors that are created while a CUDA graph is captured belong to the graph. A compiler cannot trace it.
+        # Tensors that are created while a CUDA graph is captured belong to the graph. This call is
+        # the last condition, because a compiler cannot trace it.
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._angles(positions, length, like)
         key = self, length, like.device, like.dtype

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from smdistributed import _core
 from smdistributed._common import errors
-from smdistributed.modelparallel.exceptions import SMPUsageError
+from smdistributed.modelparallel.exceptions import SMPError, SMPUsageError
 
 #: What the message of autograd's version check says about a saved tensor, and ours of the zero-bubble backward.
 _CHANGED = "modified by an inplace operation"
@@ -38,7 +38,8 @@ def explaining_changed_tensors(microbatch: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _CHANGED not in str(error):
+        # An error of the library may cite that of another rank.
+        if _CHANGED not in str(error) or isinstance(error, (errors.SmdistributedError, SMPError)):
             raise
         raise SMPUsageError(
             f"the backward of microbatch {microbatch} needs a tensor that was changed in place after it had been used. "

@@ -61,18 +61,18 @@ class StageGraph:
         self.returned: list[int] = []
         #: Storages to which a task writes, by `Value.storage_key`; earlier values that others need are copied.
         self.written: set[int | str] = set()
-        #: Whether a module that changes its own state runs in several stages. Microbatches then run one after the
-        #: other, because each reads the state that the previous one left.
+        #: Whether microbatches run one after the other, because each reads the state that the previous one left, or
+        #: would write to state that the backward of the previous one needs.
         self.runs_in_turn = False
         #: Tasks that call a module which changes its own state, with the modules and parts whose state they change; and
         #: for each task, those whose state it can read (ORD-2, ORD-3).
         self._stateful: dict[int, frozenset[int]] = {}
         self._touched: list[frozenset[int]] = []
-        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient; the paths of
-        #: these parameters and buffers, and of those that autograd may save for a task of the body.
+        #: Tasks of the body that write to a parameter or buffer, and whether that requires a gradient; these parameters
+        #: and buffers, and those that autograd saves for a task of the body, as ids of modules and names in them.
         self._writers: dict[int, bool] = {}
-        self._written_paths: dict[int, set[str]] = {}
-        self._saved_paths: set[str] = set()
+        self._written_state: dict[int, set[tuple[int | None, str]]] = {}
+        self._saved_state: set[tuple[int | None, str]] = set()
         #: Tasks that call a module which writes to parameters or buffers, with the module and their paths in it.
         self._state_writers: dict[int, tuple[nn.Module, tuple[str, ...]]] = {}
         #: The same for parameters and buffers that autograd saves, and modules whose parameters other tasks use.
@@ -99,10 +99,10 @@ class StageGraph:
             if task.writes and writes_parameter(task):
                 storages = [source.storage for source, *_ in task.writes if isinstance(source, Value)]
                 self._writers[len(self._tasks)] = any(storage.meta.requires_grad for storage in storages)
-                self._written_paths[len(self._tasks)] = {each.home for each in storages if each.home is not None}
+                self._written_state[len(self._tasks)] = _state_in(storages)
             elif task.context.grad and any(value.meta.requires_grad for value in task.outputs):
-                homes = (value.storage.home for value in task.inputs if value.rank == task.rank)
-                self._saved_paths.update(home for home in homes if home is not None)
+                saved = (value for value in task.saved() if isinstance(value, Value) and value.rank == task.rank)
+                self._saved_state |= _state_in(value.storage for value in saved)
             if task.module is not None and task.output_spec is not None and task.output_spec.changes_state:
                 self._stateful[len(self._tasks)] = touched_modules(task).union(task.changes)
             # A call may return its own buffer, which the partition's later tasks use.
@@ -195,6 +195,11 @@ class StageGraph:
 
     def _find_state(self) -> None:
         write_saved = self._writes_saved_state()
+        saved_state = self._saved_state.union(
+            (id(part), path.rpartition(".")[2])
+            for module, paths in (self._state_savers if self._writers else ())
+            for path, (part, _) in zip(paths, state_of(module, paths), strict=True)
+        )
         stages_of: dict[int, set[int]] = {}
         if self._stateful:
             for number, stage in enumerate(self.stages):
@@ -211,7 +216,7 @@ class StageGraph:
                     # The gradient is computed with the parameter's value before the write, and with a buffer's value
                     # before the next microbatch's write.
                     others = sum(other.rank == stage.rank for other in self.stages)
-                    is_saved = not self._saved_paths.isdisjoint(self._written_paths[task])
+                    is_saved = not saved_state.isdisjoint(self._written_state[task])
                     is_split = self._writers[task] or others > 1 or is_saved
                 if is_split and not self.runs_in_turn:
                     self.runs_in_turn = True
@@ -253,6 +258,11 @@ class StageGraph:
 
     def _read_stages(self) -> None:
         self.stages = [Stage(*row) for row in self._core.stages()]
+
+
+def _state_in(storages: Iterable[Value]) -> set[tuple[int | None, str]]:
+    """Return the parameters and buffers among storages, as ids of modules and names in them."""
+    return {(each.owner, each.home.rpartition(".")[2]) for each in storages if each.home is not None}
 
 
 def _row(task: Task, follows: list[int]) -> tuple:

@@ -80,6 +80,7 @@ class StepRun:
         model, replicas = self._model, self._model.replicas
         before = GradientSnapshot(model.local_parameters()) if replicas.are_reduced else None
         replicas.sync_buffers(model)
+        torch.ops.smd.begin_step_of_products()
         outputs = []
         for args, kwargs in calls:
             with contextlib.nullcontext() if model.offloader is None else model.offloader.collecting():
