@@ -43,8 +43,8 @@ runs two steps of four microbatches with the schedules {schedules}.
 Losses, logits, gradients and parameters are compared with one process.
 
 - A figure is the largest difference, relative to the largest value of its tensor.
-- The last column names synchronous calls, with the reason. There is none.
-  `SMD_STRICT_PIPELINE=1` makes such a call an error.
+- The last column names synchronous calls, with the reason. There is none. `SMD_STRICT_PIPELINE=1`
+  makes such a call an error.
 - Dropout and other random choices have the probability 0, so that values can be compared.
 - Experts run as grouped products in float32, the default. They run one after the other in float64,
   because PyTorch's grouped product lacks float64.
