@@ -226,7 +226,10 @@ needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=s
 
 @contextlib.contextmanager
 def training_pods(job, number, secret, folder):
-    """Pods that train without end, each with a network namespace and a host name, and readers of what they print."""
+    """Starts a job whose pods train without end, each in a network namespace and with a host name of its own.
+
+    Yields the processes of the pods, and a reader of each one's output, once the first epoch is over. At the end, the pods are killed.
+    """
     with hosts.Hosts(number) as network:
         commands, variables = job("--epochs 100000", secret, number, hosts.address(0))
         # All prefixes but `unshare` end in `exec`: the process of the pod is the rank.
