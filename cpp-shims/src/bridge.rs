@@ -262,7 +262,7 @@ mod ffi {
     extern "Rust" {
         /// `smd_core::chunk_trial::ChunkTrial`.
         type ChunkTrial;
-        fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>>;
+        fn new_chunk_trial() -> Result<Box<ChunkTrial>>;
         fn turn(self: &mut ChunkTrial, step: u64) -> Result<ChunkTurn>;
         fn chosen(self: &ChunkTrial) -> u32;
         fn add(self: &mut ChunkTrial, chunks: u32, seconds: f32);

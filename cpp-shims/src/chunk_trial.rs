@@ -9,8 +9,8 @@ use crate::guard::{Report, guard, guard_or};
 /// A trial of numbers of chunks.
 pub struct ChunkTrial(chunk_trial::ChunkTrial);
 
-pub fn new_chunk_trial(most: u32) -> Result<Box<ChunkTrial>, Report> {
-    guard(|| Ok(Box::new(ChunkTrial(chunk_trial::ChunkTrial::new(most)))))
+pub fn new_chunk_trial() -> Result<Box<ChunkTrial>, Report> {
+    guard(|| Ok(Box::new(ChunkTrial(chunk_trial::ChunkTrial::default()))))
 }
 
 impl ChunkTrial {

@@ -10,6 +10,8 @@
 
 use std::num::NonZeroU32;
 
+/// More chunks than this leave too little work for a device in each.
+const MOST_CHUNKS: u32 = 4;
 /// Steps before the trial, which run undivided: they allocate memory and compile.
 const WARM_UP_STEPS: u64 = 5;
 /// Measured steps of each number of chunks.
@@ -39,9 +41,15 @@ pub struct ChunkTrial {
     chosen: Option<NonZeroU32>,
 }
 
+impl Default for ChunkTrial {
+    fn default() -> Self {
+        Self::up_to(MOST_CHUNKS)
+    }
+}
+
 impl ChunkTrial {
     /// A trial of 1, 2, 4, .. chunks, up to `most`.
-    pub fn new(most: u32) -> Self {
+    fn up_to(most: u32) -> Self {
         let powers = (0..32).map(|power| 1 << power).take_while(|&chunks| chunks <= most.max(1));
         let candidates: Vec<_> = powers.filter_map(NonZeroU32::new).collect();
         let times = vec![Vec::new(); candidates.len()];
@@ -103,7 +111,7 @@ mod tests {
 
     /// Runs a trial in which `chunks` chunks need `seconds(chunks)`, and returns the number that is chosen.
     fn chosen(most: u32, seconds: impl Fn(u32) -> f32) -> u32 {
-        let mut trial = ChunkTrial::new(most);
+        let mut trial = ChunkTrial::up_to(most);
         for step in 7.. {
             match trial.turn(step) {
                 ChunkTurn::Measure(chunks) => trial.add(chunks.get(), seconds(chunks.get())),
@@ -132,7 +140,7 @@ mod tests {
 
     #[test]
     fn one_slow_call_of_a_candidate_does_not_matter() {
-        let mut trial = ChunkTrial::new(2);
+        let mut trial = ChunkTrial::up_to(2);
         for slow in [true, false, false] {
             trial.add(1, 2.0);
             trial.add(2, if slow { 50.0 } else { 1.0 });
@@ -142,7 +150,7 @@ mod tests {
 
     #[test]
     fn all_calls_of_a_step_have_the_same_number() {
-        let mut trial = ChunkTrial::new(4);
+        let mut trial = ChunkTrial::up_to(4);
         let mut numbers = Vec::new();
         for step in 0..WARM_UP_STEPS + 3 * MEASURED_STEPS {
             let turn = trial.turn(step);
@@ -156,7 +164,7 @@ mod tests {
 
     #[test]
     fn without_steps_products_are_not_divided() {
-        let mut trial = ChunkTrial::new(4);
+        let mut trial = ChunkTrial::up_to(4);
         for _ in 0..1000 {
             assert_eq!(trial.turn(0), ChunkTurn::Run(NonZeroU32::MIN));
         }
@@ -164,7 +172,7 @@ mod tests {
 
     #[test]
     fn ranks_with_different_times_run_the_same_numbers() {
-        let mut ranks = [ChunkTrial::new(4), ChunkTrial::new(4)];
+        let mut ranks = [ChunkTrial::default(), ChunkTrial::default()];
         for step in 0..WARM_UP_STEPS + 3 * MEASURED_STEPS {
             let turns = ranks.each_mut().map(|rank| rank.turn(step));
             assert_eq!(turns[0], turns[1]);
@@ -181,6 +189,6 @@ mod tests {
 
     #[test]
     fn a_trial_of_one_candidate_is_over_at_once() {
-        assert_eq!(ChunkTrial::new(0).turn(0), ChunkTurn::Run(NonZeroU32::MIN));
+        assert_eq!(ChunkTrial::up_to(0).turn(0), ChunkTurn::Run(NonZeroU32::MIN));
     }
 }

@@ -1,78 +1,18 @@
 //! Copies into and out of shared memory. Measured against `memcpy` on a Zen 4 server at 25 MiB: prefetching makes
 //! publish-and-fold 15 % faster, and streaming stores make the copy out 1.4 times as fast.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
-
 /// Distance at which the source is fetched ahead, in bytes: a page, where the processor's own prefetcher stops.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 4096;
 
-/// Copies chunks to memory that peers read, by ordinary or by streaming stores, whichever is faster at present. Each
-/// group has one, which one thread at a time uses.
-///
-/// Note "stores". A cache line that a peer has read is in that peer's cache, and an ordinary store must first
-/// invalidate it there. Cores that share a cache do so at 10 to 25 GB/s, and the chunk then stays in that cache for
-/// its readers. Cores that share none (two sockets, or two chiplets of one) do so at 2.3 GB/s on the same server,
-/// while streaming stores invalidate the peer's copy and write to memory at 28 GB/s. The system does not report which
-/// case applies, and in a virtual machine it may change at run time. So the start of a copy is timed.
-#[derive(Debug, Default)]
-pub(crate) struct Publisher {
-    /// Number of copies with streaming stores until the next one is timed.
-    streams: AtomicU32,
-}
-
-/// Whether [`stream`] differs from an ordinary copy. On other architectures there is nothing to choose, so no copy is
-/// timed.
-const HAS_STREAMING_STORES: bool = cfg!(target_arch = "x86_64");
-/// Smaller copies are not timed.
-const TIMED_BYTES: usize = 8 << 10;
-/// Number of bytes that are timed: about 3 us in the slow case.
-const TRIAL_BYTES: usize = 8 << 10;
-/// Bandwidth limit of the slow case, 4.3 GB/s; copies from memory are twice as fast.
-const SLOW_NANOSECONDS_A_LINE: u128 = 15;
-/// Number of copies after a slow trial until the next one.
-const COPIES_PER_TRIAL: u32 = 32;
-
-impl Publisher {
-    /// Whether the last trial was slow.
-    pub(crate) fn streams(&self) -> bool {
-        self.streams.load(Ordering::Relaxed) > 0
-    }
-
-    /// Copies a chunk that this core reads again soon to memory that peers read next.
-    ///
-    /// # Safety
-    /// `from` is valid for reads and `to` for writes of `bytes` bytes; they do not overlap.
-    pub(crate) unsafe fn publish(&self, from: *const u8, to: *mut u8, bytes: usize) {
-        // SAFETY: the caller's promise, for the two parts of each range.
-        unsafe {
-            if bytes < TIMED_BYTES || !HAS_STREAMING_STORES {
-                return plain(from, to, bytes);
-            }
-            let streams = self.streams.load(Ordering::Relaxed);
-            if streams > 0 {
-                self.streams.store(streams - 1, Ordering::Relaxed);
-                return stream(from, to, bytes);
-            }
-            let start = Instant::now();
-            plain(from, to, TRIAL_BYTES);
-            let rest = (from.add(TRIAL_BYTES), to.add(TRIAL_BYTES), bytes - TRIAL_BYTES);
-            if start.elapsed().as_nanos() < SLOW_NANOSECONDS_A_LINE * (TRIAL_BYTES as u128 / 64) {
-                return plain(rest.0, rest.1, rest.2);
-            }
-            self.streams.store(COPIES_PER_TRIAL, Ordering::Relaxed);
-            stream(rest.0, rest.1, rest.2);
-        }
-    }
-}
+/// Whether [`stream`] differs from an ordinary copy.
+pub(crate) const HAS_STREAMING_STORES: bool = cfg!(target_arch = "x86_64");
 
 /// Copies by ordinary stores, fetching the source ahead.
 ///
 /// # Safety
-/// As [`Publisher::publish`].
-#[inline]
-unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
+/// `from` is valid for reads and `to` for writes of `bytes` bytes; they do not overlap.
+pub(crate) unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
     let whole = bytes & !63;
     #[cfg(target_arch = "x86_64")]
     for at in (0..whole).step_by(64) {
@@ -95,7 +35,7 @@ unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
 /// and x86-64 without AVX, the stores are ordinary ones.
 ///
 /// # Safety
-/// As [`Publisher::publish`].
+/// As [`plain`].
 pub(crate) unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise; the processor has what is asked for.
     unsafe {

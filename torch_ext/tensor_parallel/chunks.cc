@@ -27,18 +27,16 @@ struct Measured {
 
 // A trial, with the measured calls whose times have not been read.
 struct Trial {
-  explicit Trial(std::uint32_t most) : choice(new_chunk_trial(most)) {}
-
-  rust::Box<ChunkTrial> choice;
+  rust::Box<ChunkTrial> choice = new_chunk_trial();
   std::vector<Measured> measured;
 };
 
-Trial& trial_of(const ProductKey& key, std::uint32_t most) {
+Trial& trial_of(const ProductKey& key) {
   static std::mutex mutex;
   static auto* trials = new std::map<ProductKey, std::unique_ptr<Trial>>;
   const std::lock_guard lock(mutex);
   auto& found = (*trials)[key];
-  if (found == nullptr) found = std::make_unique<Trial>(most);
+  if (found == nullptr) found = std::make_unique<Trial>();
   return *found;
 }
 
@@ -59,11 +57,11 @@ void choose(Trial& trial, std::int64_t group) {
 
 void begin_step_of_products() { ++steps; }
 
-void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device, std::int64_t group,
+void run_in_chunks(const ProductKey& key, c10::Device device, std::int64_t group,
                    const std::function<void(std::uint32_t)>& product) {
   if (at::globalContext().deterministicAlgorithms()) return product(1);
   const auto stream = current_stream(device);
-  auto& trial = trial_of(key, most);
+  auto& trial = trial_of(key);
   // Events of a captured stream have no times, and the host must not wait.
   if (is_capturing(static_cast<std::uint16_t>(device.index()), handle_of(stream))) {
     return product(trial.choice->chosen());

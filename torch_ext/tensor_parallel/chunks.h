@@ -25,9 +25,8 @@ void begin_step_of_products();
 // `torch.use_deterministic_algorithms(True)`, a product is one chunk.
 //
 // Args:
-//   most: The largest number of chunks.
 //   device: The current device, a CUDA one.
-void run_in_chunks(const ProductKey& key, std::uint32_t most, c10::Device device, std::int64_t group,
+void run_in_chunks(const ProductKey& key, c10::Device device, std::int64_t group,
                    const std::function<void(std::uint32_t chunks)>& product);
 
 }  // namespace smd::torch_ext

@@ -17,9 +17,6 @@
 namespace smd::torch_ext {
 namespace {
 
-// More chunks than this leave too little work for a device in each.
-constexpr std::uint32_t kMostChunks = 4;
-
 using Works = std::vector<c10::intrusive_ptr<Work>>;
 
 void wait_for(const Works& works) {
@@ -146,7 +143,7 @@ at::Tensor summed_product(const at::Tensor& input, const at::Tensor& weight, boo
                            weight.size(0),
                            static_cast<int64_t>(input.scalar_type()),
                            shares_rows};
-      run_in_chunks(key, kMostChunks, input.device(), group, product);
+      run_in_chunks(key, input.device(), group, product);
     }
     return result;
   });

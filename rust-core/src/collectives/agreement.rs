@@ -23,6 +23,7 @@ fn check_agreement(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> 
     group.in_step.set(failed);
     if let Some(memory) = group.memory.filter(|_| failed) {
         memory.reset_regions();
+        group.stores.reset();
     }
     match agreement {
         CallAgreement::Agreed => Ok(()),
@@ -37,8 +38,8 @@ fn check_agreement(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> 
     }
 }
 
-/// Writes the call where the peers read it after the next arrival.
-pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
+/// Writes the call where the peers read it after the next arrival, with the times of this member's stores or 0.
+pub(crate) fn publish(memory: &SharedMemory, call: &Call, store_times: u64) {
     let phase = memory.phase().wrapping_add(1);
     let size = memory.size();
     let message = &call.message.as_bytes()[..call.message.len().min(MESSAGE_BYTES)];
@@ -48,9 +49,9 @@ pub(crate) fn publish(memory: &SharedMemory, call: &Call) {
         call.elems as u64,
         call.window,
         call.offset_bytes as u64,
-        call.sent.len() as u64,
-        call.received.len() as u64,
+        call.sent.len() as u64 | (call.received.len() as u64) << 32,
         message.len() as u64,
+        store_times,
     ];
     // SAFETY: the places lie in this member's part of the segment, which no member reads before the next arrival
     // (SHM-2); validation made each row empty or `size` long; the message was cut to its place.
@@ -85,6 +86,11 @@ fn words(memory: &SharedMemory, rank: usize) -> [u64; CALL_WORDS] {
 fn words_at(memory: &SharedMemory, rank: usize, phase: u32) -> [u64; CALL_WORDS] {
     // SAFETY: inside the segment and aligned by its layout; any bits are a value.
     unsafe { memory.call(rank, phase).read_volatile() }
+}
+
+/// The times that each member has published with its call, right after the agreement.
+pub(crate) fn store_times(memory: &SharedMemory) -> impl Iterator<Item = u64> {
+    (0..memory.size()).map(|rank| words(memory, rank)[7])
 }
 
 /// The offset of the range of `rank` in its window, for a member that arrived with its call at `phase`. Each member
@@ -133,7 +139,7 @@ fn is_equal(memory: &SharedMemory, rank: usize, call: &Call) -> bool {
 }
 
 fn read(memory: &SharedMemory, rank: usize) -> Call {
-    let [what, root, elems, window, offset_bytes, sent, received, message] = words(memory, rank);
+    let [what, root, elems, window, offset_bytes, rows, message, _] = words(memory, rank);
     let size = memory.size();
     let byte = |at: u32| (what >> at & 0xff) as u8;
     let row = |row: usize, count: u64| -> Vec<usize> {
@@ -160,8 +166,8 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
         elems: elems as usize,
         window,
         offset_bytes: offset_bytes as usize,
-        sent: row(0, sent),
-        received: row(1, received),
+        sent: row(0, rows & u64::from(u32::MAX)),
+        received: row(1, rows >> 32),
         message: text,
     }
 }
@@ -184,7 +190,7 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
 fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
     let Hosts { map, memory } = hosts;
     let here = map.members_of(map.host_of(group.members.me));
-    publish(memory, call);
+    publish(memory, call, 0);
     // The shared memory has rows for the members of this host only.
     put(memory, NOTE_CALL, &encode(call)?);
     memory.sync(&group.wait)?;

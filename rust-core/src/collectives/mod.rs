@@ -13,7 +13,6 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use crate::buffer::{DType, ReduceOp, TensorView};
-use crate::streaming_copy::Publisher;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport, Wait};
@@ -28,6 +27,7 @@ pub(crate) mod kernels;
 mod point_to_point;
 pub mod reference;
 pub mod rows;
+mod stores;
 pub mod window;
 
 #[cfg(test)]
@@ -38,6 +38,7 @@ pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub(crate) use cuda::SplitColor;
 pub use rows::MakeOutputs;
+use stores::StoreChooser;
 pub use window::Window;
 
 /// Whether the device computes something else while a collective runs. NCCL may use more of the device if nothing does.
@@ -201,7 +202,8 @@ pub(crate) struct Group<'a> {
     /// hosts.
     hosts: Option<&'a Hosts>,
     members: &'a Members,
-    publisher: &'a Publisher,
+    /// How members write the chunks that peers read.
+    stores: &'a StoreChooser,
     wait: Wait<'a>,
     id: u64,
     /// The number of operations of the group before this one; equal on all members.

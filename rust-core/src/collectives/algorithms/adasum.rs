@@ -29,7 +29,7 @@ impl Algorithm for Adasum {
         let Request::Adasum { input, output } = request else { unreachable!("`accepts` looked at the kind") };
         match group.memory {
             Some(memory) => {
-                agreement::publish(memory, call);
+                agreement::publish(memory, call, 0);
                 agreement::agree(memory, call, group)?;
             }
             None => agreement::agree_without_memory(call, group)?,

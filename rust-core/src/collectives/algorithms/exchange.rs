@@ -5,6 +5,7 @@
 use super::{Algorithm, SyncSteps, copy};
 use crate::buffer::TensorView;
 use crate::collectives::call::{Call, Kind};
+use crate::collectives::stores::Purpose;
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 use crate::streaming_copy::stream;
@@ -53,17 +54,25 @@ impl Algorithm for Exchange {
         let received: usize = plan.receives.iter().flatten().map(TensorView::bytes).sum();
         let copy_block: unsafe fn(*const u8, *mut u8, usize) =
             if received >= STREAM_BYTES { stream_unless_same } else { copy };
-        let mut steps = SyncSteps::new(memory, call, group);
+        // Bytes of the blocks, as far as all members know them before the first arrival.
+        let known = match call.kind {
+            Kind::Broadcast => call.bytes(),
+            Kind::AllGather => longest_block(call, &[]),
+            Kind::Barrier => 0,
+            _ => chunk,
+        };
+        let mut steps = SyncSteps::with_chunks(memory, call, group, Purpose::Move, known);
         let mut longest = 1;
         let mut start = 0;
         while start < longest {
             let region = memory.reserve(if each { size * channel } else { channel });
             let arena = memory.arena(me, region);
+            let stores = steps.chunk(channel);
             let publish = |to: usize, block: &TensorView| {
                 let length = block.bytes().saturating_sub(start).min(channel);
                 // SAFETY: the range lies inside the block; the channels fit the region, which is this member's to write
                 // until the synchronisation (SHM-2).
-                unsafe { group.publisher.publish(block.ptr().wrapping_add(start), arena.add(to * channel), length) };
+                unsafe { stores.publish(block.ptr().wrapping_add(start), arena.add(to * channel), length) };
             };
             match plan.sends {
                 ExchangeInput::Nothing => {}
@@ -88,12 +97,15 @@ impl Algorithm for Exchange {
                 let Some(block) = &plan.receives[from] else { continue };
                 let length = block.bytes().saturating_sub(start).min(channel);
                 let lane_start = if each { me * channel } else { 0 };
-                // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
-                // sender's part of this phase (SHM-1).
-                unsafe {
-                    copy_block(memory.arena(from, region).add(lane_start), block.ptr().wrapping_add(start), length);
-                }
+                let channel_of = memory.arena(from, region).wrapping_add(lane_start);
+                stores.in_parts(length, |part, _| {
+                    let to = block.ptr().wrapping_add(start + part.start);
+                    // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
+                    // sender's part of this phase (SHM-1).
+                    unsafe { copy_block(channel_of.add(part.start), to, part.len()) };
+                });
             }
+            stores.finish();
             start += channel;
         }
         Ok(())

@@ -4,6 +4,7 @@
 
 use super::call::Call;
 use super::{Group, Request, agreement};
+use crate::collectives::stores::{ChunkStores, Purpose};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
@@ -54,12 +55,32 @@ struct SyncSteps<'a> {
     call: &'a Call,
     group: &'a Group<'a>,
     calls: Option<Vec<Call>>,
+    /// For calls that write chunks: their purpose, and the bytes of their blocks.
+    chunks: Option<(Purpose, usize)>,
 }
 
 impl<'a> SyncSteps<'a> {
     fn new(memory: &'a SharedMemory, call: &'a Call, group: &'a Group<'a>) -> Self {
-        agreement::publish(memory, call);
-        Self { memory, call, group, calls: None }
+        agreement::publish(memory, call, 0);
+        Self { memory, call, group, calls: None, chunks: None }
+    }
+
+    /// For calls that write blocks of `bytes` bytes in chunks ([`SyncSteps::chunk`]).
+    fn with_chunks(
+        memory: &'a SharedMemory,
+        call: &'a Call,
+        group: &'a Group<'a>,
+        purpose: Purpose,
+        bytes: usize,
+    ) -> Self {
+        agreement::publish(memory, call, group.stores.times(purpose, bytes));
+        Self { memory, call, group, calls: None, chunks: Some((purpose, bytes)) }
+    }
+
+    /// Begins a chunk of `bytes` bytes.
+    fn chunk(&self, bytes: usize) -> ChunkStores<'a> {
+        let (purpose, call_bytes) = self.chunks.expect("the call writes chunks");
+        self.group.stores.chunk(purpose, call_bytes, bytes)
     }
 
     /// Waits until the writes of all members in this phase are visible.
@@ -68,6 +89,9 @@ impl<'a> SyncSteps<'a> {
             return self.memory.sync(&self.group.wait);
         }
         self.calls = Some(agreement::agree(self.memory, self.call, self.group)?);
+        if let Some((purpose, bytes)) = self.chunks {
+            self.group.stores.choose(purpose, bytes, agreement::store_times(self.memory));
+        }
         Ok(())
     }
 }

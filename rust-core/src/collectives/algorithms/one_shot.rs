@@ -7,6 +7,7 @@
 use super::{Algorithm, SyncSteps};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
+use crate::collectives::stores::Purpose;
 use crate::collectives::{Group, Request};
 use crate::error::Result;
 
@@ -38,43 +39,45 @@ impl Algorithm for OneShot {
         let me = memory.me();
         let wants = call.kind == Kind::AllReduce || call.root == me;
         let (bytes, size) = (call.bytes(), call.dtype.size());
-        let mut steps = SyncSteps::new(memory, call, group);
+        let mut steps = SyncSteps::with_chunks(memory, call, group, Purpose::Reduce, bytes);
         let mut sources = vec![std::ptr::null(); memory.size()];
         for start in (0..bytes.max(1)).step_by(CHUNK_BYTES) {
             let chunk = (bytes - start).min(CHUNK_BYTES);
             let region = memory.reserve(chunk);
+            let stores = steps.chunk(chunk);
             // SAFETY: the chunk lies inside the input and is as long as the region; the region is this member's to
             // write until the synchronisation (SHM-2).
-            unsafe { group.publisher.publish(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
+            unsafe { stores.publish(input.ptr().wrapping_add(start), memory.arena(me, region), chunk) };
             steps.sync()?;
-            if !wants {
-                continue;
-            }
-            for (rank, source) in sources.iter_mut().enumerate() {
-                *source = if rank == me {
-                    input.ptr().wrapping_add(start).cast_const()
-                } else {
-                    memory.arena(rank, region).cast_const()
+            stores.in_parts(if wants { chunk } else { 0 }, |part, _| {
+                for (rank, source) in sources.iter_mut().enumerate() {
+                    *source = if rank == me {
+                        input.ptr().wrapping_add(start + part.start).cast_const()
+                    } else {
+                        memory.arena(rank, region).wrapping_add(part.start).cast_const()
+                    };
+                }
+                let outputs = [output.ptr().wrapping_add(start + part.start)];
+                let fold = Fold {
+                    dtype: call.dtype,
+                    op: *op,
+                    sources: &sources,
+                    stage: FoldStage::Whole,
+                    outputs: &outputs,
+                    elems: part.len() / size,
+                    // The next chunk is read from memory while this one is read from the caches.
+                    prefetch: if start + chunk < bytes {
+                        input.ptr().wrapping_add(start + chunk + part.start)
+                    } else {
+                        std::ptr::null()
+                    },
                 };
-            }
-            let outputs = [output.ptr().wrapping_add(start)];
-            let fold = Fold {
-                dtype: call.dtype,
-                op: *op,
-                sources: &sources,
-                stage: FoldStage::Whole,
-                outputs: &outputs,
-                elems: chunk / size,
-                // The next chunk is read from memory while this one is read from the caches.
-                prefetch: if start + chunk < bytes {
-                    input.ptr().wrapping_add(start + chunk)
-                } else {
-                    std::ptr::null()
-                },
-            };
-            // SAFETY: the sources are the arenas, which hold a chunk of every member now (SHM-1), and the own input;
-            // the output is the own one, at the same place as the input or apart from it. Validation checked the op.
-            unsafe { kernels::fold(&fold) };
+                // SAFETY: the sources are the arenas, which hold a chunk of every member now (SHM-1), and the own
+                // input; the output is the own one, at the same place as the input or apart from it. Validation
+                // checked the op.
+                unsafe { kernels::fold(&fold) };
+            });
+            stores.finish();
         }
         Ok(())
     }

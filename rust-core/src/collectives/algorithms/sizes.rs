@@ -16,7 +16,7 @@ pub(in crate::collectives) fn gather_rows(call: &Call, group: &Group<'_>) -> Res
         agree_without_memory(call, group)?;
         return by_messages(call, group);
     };
-    publish(memory, call);
+    publish(memory, call, 0);
     let calls = agree(memory, call, group)?;
     // Equal calls are not returned.
     Ok(if calls.is_empty() { rows_for(vec![call; size], me) } else { rows_for(&calls, me) })

@@ -16,8 +16,10 @@ use std::ops::Range;
 use super::{Algorithm, SyncSteps, copy};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
+use crate::collectives::stores::{Purpose, Stores};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
+use crate::streaming_copy::stream;
 
 /// All-reduce and reduce over shared memory with a reduce-scatter and an all-gather step for each chunk.
 pub(super) struct TwoShot;
@@ -55,15 +57,17 @@ impl Algorithm for TwoShot {
             let part = length.div_ceil(size).next_multiple_of(64);
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
-        let collect: unsafe fn(*const u8, *mut u8, usize) =
-            if bytes >= STREAM_BYTES { crate::streaming_copy::stream } else { copy };
-        let mut steps = SyncSteps::new(memory, call, group);
+        let collect: unsafe fn(*const u8, *mut u8, usize) = if bytes >= STREAM_BYTES { stream } else { copy };
+        let mut steps = SyncSteps::with_chunks(memory, call, group, Purpose::Reduce, bytes);
         let mut sources = vec![std::ptr::null(); size];
-        // Regions of the last three chunks, by chunk.
+        // Regions of the last three chunks, by chunk, and how they are written.
         let mut regions = [0; 3];
+        let mut stores = [const { None }; 3];
         for step in 0..chunks + 2 {
             if step < chunks {
-                regions[step % 3] = memory.reserve(chunk_bytes.min(bytes - step * chunk_bytes));
+                let length = chunk_bytes.min(bytes - step * chunk_bytes);
+                regions[step % 3] = memory.reserve(length);
+                let chunk = stores[step % 3].insert(steps.chunk(length));
                 let arena = memory.arena(me, regions[step % 3]);
                 for rank in (0..size).filter(|rank| *rank != me) {
                     let range = shard(step, rank);
@@ -71,64 +75,72 @@ impl Algorithm for TwoShot {
                     // is this member's to write until the synchronisation (SHM-2).
                     unsafe {
                         let to = arena.add(range.start - step * chunk_bytes);
-                        group.publisher.publish(input.ptr().add(range.start), to, range.len());
+                        chunk.publish(input.ptr().add(range.start), to, range.len());
                     }
                 }
             }
-            if let Some(chunk) = step.checked_sub(1).filter(|chunk| *chunk < chunks) {
+            if let Some(chunk) = step.checked_sub(1).filter(|chunk| *chunk < chunks)
+                && let Some(stores) = &stores[chunk % 3]
+            {
                 let range = shard(chunk, me);
                 let inside = regions[chunk % 3] + range.start - chunk * chunk_bytes;
-                for (rank, source) in sources.iter_mut().enumerate() {
-                    *source = if rank == me {
-                        input.ptr().wrapping_add(range.start).cast_const()
-                    } else {
-                        memory.arena(rank, inside).cast_const()
+                stores.in_parts(range.len(), |part, kind| {
+                    for (rank, source) in sources.iter_mut().enumerate() {
+                        *source = if rank == me {
+                            input.ptr().wrapping_add(range.start + part.start).cast_const()
+                        } else {
+                            memory.arena(rank, inside + part.start).cast_const()
+                        };
+                    }
+                    let results = memory.results(me, inside + part.start);
+                    let own = output.ptr().wrapping_add(range.start + part.start);
+                    // The fold writes with ordinary stores, so for streaming ones the results are a second copy.
+                    let streams = wants && kind == Stores::Streaming;
+                    let outputs: &[*mut u8] = match (wants, streams) {
+                        (false, _) => &[results],
+                        (true, false) => &[results, own],
+                        (true, true) => &[own],
                     };
-                }
-                let (results, own) = (memory.results(me, inside), output.ptr().wrapping_add(range.start));
-                // Ordinary stores to memory that peers have read are slow on some processors; there, the results are
-                // a second copy.
-                let streams = wants && group.publisher.streams();
-                let outputs: &[*mut u8] = match (wants, streams) {
-                    (false, _) => &[results],
-                    (true, false) => &[results, own],
-                    (true, true) => &[own],
-                };
-                let fold = Fold {
-                    dtype: call.dtype,
-                    op: *op,
-                    sources: &sources,
-                    stage: FoldStage::Whole,
-                    outputs,
-                    elems: range.len() / call.dtype.size(),
-                    // The next chunk to publish is read from memory while this one is read from the caches.
-                    prefetch: if step + 1 < chunks {
-                        input.ptr().wrapping_add(shard(step + 1, (me + 1) % size).start)
-                    } else {
-                        std::ptr::null()
-                    },
-                };
-                // SAFETY: the sources are the arenas, which hold every member's part of this shard now (SHM-1), and
-                // the own input; the outputs are the own tensor, at the same place as the input or apart from it, and
-                // the own results. Validation checked the op.
-                unsafe { kernels::fold(&fold) };
-                if streams {
-                    // SAFETY: the own result was just computed; the place for it in the results is as long.
-                    unsafe { crate::streaming_copy::stream(own, results, range.len()) };
-                }
+                    let fold = Fold {
+                        dtype: call.dtype,
+                        op: *op,
+                        sources: &sources,
+                        stage: FoldStage::Whole,
+                        outputs,
+                        elems: part.len() / call.dtype.size(),
+                        // The next chunk to publish is read from memory while this one is read from the caches.
+                        prefetch: if step + 1 < chunks {
+                            input.ptr().wrapping_add(shard(step + 1, (me + 1) % size).start + part.start)
+                        } else {
+                            std::ptr::null()
+                        },
+                    };
+                    // SAFETY: the sources are the arenas, which hold every member's part of this shard now (SHM-1),
+                    // and the own input; the outputs are the own tensor, at the same place as the input or apart from
+                    // it, and the own results. Validation checked the op.
+                    unsafe { kernels::fold(&fold) };
+                    if streams {
+                        // SAFETY: the own result was just computed; the place for it in the results is as long.
+                        unsafe { stream(own, results, part.len()) };
+                    }
+                });
             }
             if let Some(chunk) = step.checked_sub(2)
-                && wants
+                && let Some(stores) = stores[chunk % 3].take()
             {
-                for rank in (1..size).map(|distance| (me + distance) % size) {
+                for rank in (1..size).map(|distance| (me + distance) % size).filter(|_| wants) {
                     let range = shard(chunk, rank);
                     let inside = regions[chunk % 3] + range.start - chunk * chunk_bytes;
-                    // SAFETY: the results of this chunk were written in the phase before this one (SHM-1); the range
-                    // lies inside the output.
-                    unsafe {
-                        collect(memory.results(rank, inside), output.ptr().add(range.start), range.len());
-                    }
+                    stores.in_parts(range.len(), |part, _| {
+                        // SAFETY: the results of this chunk were written in the phase before this one (SHM-1); the
+                        // range lies inside the output.
+                        unsafe {
+                            let from = memory.results(rank, inside + part.start);
+                            collect(from, output.ptr().add(range.start + part.start), part.len());
+                        }
+                    });
                 }
+                stores.finish();
             }
             if step < chunks + 1 {
                 steps.sync()?;

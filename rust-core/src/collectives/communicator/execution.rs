@@ -126,9 +126,10 @@ impl GroupState {
         let call = Call { message: message.to_owned(), ..Call::new(Kind::Poison) };
         self.enter(&call, None, |group| match group.memory {
             Some(memory) => {
-                agreement::publish(memory, &call);
+                agreement::publish(memory, &call, 0);
                 memory.arrive();
                 memory.reset_regions();
+                self.stores.reset();
                 self.unsettled.store(true, Ordering::Relaxed);
                 Ok(())
             }
@@ -192,7 +193,7 @@ impl GroupState {
             memory: self.transport.shared(),
             hosts: self.transport.hosts(),
             members,
-            publisher: &self.publisher,
+            stores: &self.stores,
             wait,
             id: self.id,
             operation: self.operations.fetch_add(1, Ordering::Relaxed),

@@ -30,13 +30,13 @@ use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
 use crate::collectives::point_to_point::PointToPoint;
+use crate::collectives::stores::StoreChooser;
 use crate::collectives::window::Window;
 use crate::collectives::{Overlap, Request};
 use crate::config;
 use crate::device::nccl::Parent;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
-use crate::streaming_copy::Publisher;
 use crate::transport::{Members, Transport};
 use crate::world::{Monitor, Store};
 
@@ -75,7 +75,7 @@ struct GroupState {
     panicked: Arc<OnceLock<Error>>,
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
-    publisher: Publisher,
+    stores: StoreChooser,
     made: Instant,
     /// When the running operation began, in nanoseconds after `made`, plus one; 0 if none runs.
     entered: AtomicU64,
@@ -88,6 +88,17 @@ impl Communicator {
     /// Creates a communicator over `transport`, which must have no other user. `id` is equal on all members and unique
     /// in the job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
+        Self::with_stores(id, transport, monitor, timeout, StoreChooser::default())
+    }
+
+    /// As above, with other copies into shared memory: tests slow one of them down.
+    pub(crate) fn with_stores(
+        id: u64,
+        transport: Arc<dyn Transport>,
+        monitor: Arc<Monitor>,
+        timeout: Duration,
+        stores: StoreChooser,
+    ) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
         let panicked = Arc::new(OnceLock::new());
         let point_to_point =
@@ -105,13 +116,18 @@ impl Communicator {
             broken: OnceLock::new(),
             panicked,
             unsettled: AtomicBool::new(false),
-            publisher: Publisher::default(),
+            stores,
             made: Instant::now(),
             entered: AtomicU64::new(0),
             operations: AtomicU64::new(0),
             windows: AtomicU64::new(0),
         });
         Arc::new(Self { shared, point_to_point })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn stores(&self) -> &StoreChooser {
+        &self.shared.stores
     }
 
     /// Sets the store over which members exchange addresses before their first operation on CUDA tensors.

@@ -7,6 +7,7 @@ mod messages;
 mod panics;
 mod ranks;
 mod rows;
+mod stores;
 
 use std::sync::mpsc::channel;
 

@@ -66,8 +66,10 @@ def row_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _are_separate() -> bool:
     """Return whether products and collectives are separate operations."""
+    if collectives.tp_size() == 1:
+        return True
     # A zero-bubble schedule divides the backward of each product itself.
-    return collectives.tp_size() == 1 or state.cfg.pipeline_parallel_degree > 1
+    return state.cfg.pipeline_parallel_degree > 1 and state.cfg.pipeline == "zero_bubble"
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
