@@ -28,14 +28,19 @@ def _check_chunks(optimize):
     wanted = layout.leave_product(functional.linear(inner, weight))
     wanted = [wanted, *torch.autograd.grad(wanted.square().sum(), (inner, weight))]
     # The trial takes 5 steps, 3 steps for each number of chunks, and one more.
+    numbers = []
     for call in range(20):
         torch.ops.smd.begin_step_of_products()
-        found = products.row_product(inner, weight)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = products.row_product(inner, weight)
+        numbers.append(sum(event.name in {"aten::mm", "aten::bmm"} for event in profile.events()))
         found = [found, *torch.autograd.grad(found.square().sum(), (inner, weight))]
         for one, other in zip(wanted, found, strict=True):
             torch.testing.assert_close(
                 other, one, rtol=1e-12, atol=1e-12, msg=lambda text, call=call: f"{call}: {text}"
             )
+    assert numbers[:14] == [1] * 5 + [1, 2, 4] * 3
+    assert len(set(numbers[14:])) == 1, numbers
 
 
 @pytest.mark.parametrize("optimize", ["speed", "memory"])
