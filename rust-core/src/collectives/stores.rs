@@ -8,7 +8,8 @@
 //!
 //! So some chunks are trials: all members write the first part of such a chunk with one kind of stores, and each times
 //! its writes and reads of this part, but no waits. Members publish their times with their next call and choose by the
-//! sum, because one member's writes determine another's reads.
+//! slowest member's time: one member's writes determine another's reads, and members work on different chunks at the
+//! same time.
 //!
 //! - STORES-1: which chunks are trials, and of which kind, depends on the number of chunks so far, which is equal on all
 //!   members. A choice depends on the published times, which all members read. It changes no value, only the time.
@@ -47,10 +48,10 @@ pub(crate) enum Purpose {
 }
 
 /// Smaller calls use ordinary stores: their time is that of the synchronisation.
-const TIMED_BYTES: usize = 8 << 10;
+const TIMED_BYTES: usize = 32 << 10;
 /// Calls of one purpose and of similar size share their choice. Each class has calls up to 4 times as large as the one
 /// before.
-const SIZE_CLASSES: usize = 6;
+const SIZE_CLASSES: usize = 5;
 /// One of this many chunks is a trial, and the kinds take turns. A change is followed within three trials of a kind.
 const CHUNKS_PER_TRIAL: u64 = 8;
 /// As above, until each kind was measured often enough for a choice.
@@ -118,12 +119,12 @@ impl StoreTrials {
         })
     }
 
-    /// Chooses by the sums of all members' medians.
-    fn choose(&mut self, sums: [f32; 2]) {
+    /// Chooses by the medians of the slowest members.
+    fn choose(&mut self, slowest: [f32; 2]) {
         let other = Stores::ALL[1 - self.chosen as usize];
         // Not if one is NaN.
-        if sums[other as usize] < WORTHWHILE * sums[self.chosen as usize] {
-            tracing::debug!(stores = ?other, ?sums, "ranks write shared memory with other stores");
+        if slowest[other as usize] < WORTHWHILE * slowest[self.chosen as usize] {
+            tracing::debug!(stores = ?other, ?slowest, "ranks write shared memory with other stores");
             self.chosen = other;
         }
     }
@@ -165,10 +166,12 @@ impl StoreChooser {
     /// Chooses by what all members have published with a call.
     pub(crate) fn choose(&self, purpose: Purpose, call_bytes: usize, times: impl Iterator<Item = u64>) {
         let Some(class) = size_class(call_bytes) else { return };
-        let sums = times.fold([0.0; 2], |sums: [f32; 2], word| {
-            [sums[0] + f32::from_bits(word as u32), sums[1] + f32::from_bits((word >> 32) as u32)]
+        // NaN if one of the times is.
+        let slower = |one: f32, other: f32| if one.is_nan() || one > other { one } else { other };
+        let slowest = times.fold([0.0; 2], |slowest: [f32; 2], word| {
+            [slower(slowest[0], f32::from_bits(word as u32)), slower(slowest[1], f32::from_bits((word >> 32) as u32))]
         });
-        self.classes.lock()[purpose as usize][class].choose(sums);
+        self.classes.lock()[purpose as usize][class].choose(slowest);
     }
 
     /// The present choice for calls of this size.
@@ -284,15 +287,17 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_all_members_counts() {
+    fn the_slowest_member_counts() {
         let chooser = StoreChooser::default();
         let word = |ordinary: f32, streaming: f32| u64::from(streaming.to_bits()) << 32 | u64::from(ordinary.to_bits());
         let chosen = || chooser.chosen(Purpose::Move, 1 << 20);
         // The writer of a broadcast is faster with streaming stores, and its readers are slower.
-        chooser.choose(Purpose::Move, 1 << 20, [word(2.0, 1.0), word(1.0, 3.0)].into_iter());
+        chooser.choose(Purpose::Move, 1 << 20, [word(2.0, 0.1), word(1.0, 2.5)].into_iter());
         assert_eq!(chosen(), Stores::Ordinary);
-        chooser.choose(Purpose::Move, 1 << 20, [word(2.0, 1.0), word(f32::NAN, f32::NAN)].into_iter());
-        assert_eq!(chosen(), Stores::Ordinary);
+        for unknown in [[word(2.0, 1.0), word(f32::NAN, f32::NAN)], [word(f32::NAN, f32::NAN), word(2.0, 1.0)]] {
+            chooser.choose(Purpose::Move, 1 << 20, unknown.into_iter());
+            assert_eq!(chosen(), Stores::Ordinary);
+        }
         chooser.choose(Purpose::Move, 1 << 20, [word(4.0, 1.0), word(1.0, 3.0)].into_iter());
         assert_eq!(chosen(), Stores::Streaming);
         assert_eq!(chooser.chosen(Purpose::Reduce, 1 << 20), Stores::Ordinary);
@@ -317,8 +322,8 @@ mod tests {
     #[test]
     fn classes_have_calls_of_similar_size() {
         assert_eq!(
-            [0, 8191, 8192, 32767, 32768, 8 << 20, 1 << 40].map(size_class),
-            [None, None, Some(0), Some(0), Some(1), Some(5), Some(5)]
+            [0, (32 << 10) - 1, 32 << 10, (128 << 10) - 1, 128 << 10, 8 << 20, 1 << 40].map(size_class),
+            [None, None, Some(0), Some(0), Some(1), Some(4), Some(4)]
         );
     }
 }
