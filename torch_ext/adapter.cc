@@ -1,8 +1,10 @@
 #include "adapter.h"
 
-#include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
@@ -160,6 +162,7 @@ void TensorOperation::read_rows(const at::Tensor& tensor, at::IntArrayRef rows) 
 }
 
 void TensorOperation::finish() const {
+  if (copies_.empty()) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [tensor, dense] : copies_) tensor.copy_(dense);
 }
@@ -180,9 +183,9 @@ void TensorOperation::set_stream(std::size_t handle) {
 }
 
 at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor dense = tensor;
   if (!is_dense(tensor)) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     // Rejects expanded tensors, where several elements share one address.
     at::assert_no_internal_overlap(tensor);
     dense = at::empty(tensor.sizes(), tensor.options());
@@ -198,15 +201,18 @@ at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
 }
 
 at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor dense = tensor;
   if (!is_dense(tensor)) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     dense = tensor.resolve_conj().resolve_neg().contiguous();
   } else {
     const auto overlaps = [first = begin(tensor), end = begin(tensor) + tensor.nbytes()](const auto& output) {
       return first < output.second && output.first < end;
     };
-    if (std::any_of(written_.begin(), written_.end(), overlaps)) dense = tensor.clone();
+    if (std::any_of(written_.begin(), written_.end(), overlaps)) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      dense = tensor.clone();
+    }
   }
   kept_.push_back(dense.storage());
   return dense;

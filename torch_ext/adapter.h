@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <optional>
 #include <utility>
@@ -45,7 +47,7 @@ class TensorOperation {
   // tensors were described.
   void set_stream(std::size_t handle);
   // The memory that the operation reads or writes.
-  const std::vector<c10::Storage>& storages() const { return kept_; }
+  c10::ArrayRef<c10::Storage> storages() const { return kept_; }
 
   Operation core;
 
@@ -55,9 +57,9 @@ class TensorOperation {
   std::vector<TensorView> split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const;
 
   // Storages and not tensors: a tensor that a thread of the core releases could take Python's lock.
-  std::vector<c10::Storage> kept_;
+  c10::SmallVector<c10::Storage, 2> kept_;
   // The first byte and the end of every output.
-  std::vector<std::pair<const char*, const char*>> written_;
+  c10::SmallVector<std::pair<const char*, const char*>, 1> written_;
   // Each output that is not dense, with its dense copy.
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };

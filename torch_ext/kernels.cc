@@ -1,11 +1,11 @@
 // Kernels of the operations: operations.cc describes the tensors, and these functions call the core.
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <torch/library.h>
 
 #include <string>
 
+#include "boxed.h"
 #include "completion.h"
 #include "operations.h"
 #include "status.h"
@@ -13,24 +13,45 @@
 namespace smd::torch_ext {
 namespace {
 
+// Describes an operation by its arguments on the stack.
+using Describe = TensorOperation (*)(Stack& stack);
+
+void run_described(Describe describe, Stack& stack, std::size_t arity) {
+  checked([&] { run(describe(stack)); });
+  return_nothing(stack, arity);
+}
+
+void start_described(Describe describe, Stack& stack, std::size_t arity) {
+  return_value(stack, arity, checked([&] { return start(describe(stack)); }));
+}
+
 // The blocking and the asynchronous kernel of an operation, made from the function that describes it.
 template <auto describe>
-struct Kernels;
+struct Kernels {
+  static constexpr auto kArity = arity_of(describe);
 
-template <class... Arguments, TensorOperation (*describe)(Arguments...)>
-struct Kernels<describe> {
-  static void blocking(Arguments... arguments) {
-    checked([&] { run(describe(std::forward<Arguments>(arguments)...)); });
+  static TensorOperation described(Stack& stack) {
+    return call_with(describe, stack, std::make_index_sequence<kArity>());
   }
-  static c10::intrusive_ptr<Work> async(Arguments... arguments) {
-    return checked([&] { return start(describe(std::forward<Arguments>(arguments)...)); });
-  }
+  static void blocking(const c10::OperatorHandle&, Stack* stack) { run_described(&described, *stack, kArity); }
+  static void async(const c10::OperatorHandle&, Stack* stack) { start_described(&described, *stack, kArity); }
 };
 
-// The meta kernel of all blocking operations: they write to existing tensors, so there is nothing to do. One boxed
-// kernel takes the arguments of any schema from the stack; a kernel for each would be compiled by itself.
-void write_nothing(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, operation.schema().arguments().size());
+// The meta kernel of all blocking operations: they write to existing tensors, so there is nothing to do.
+void write_nothing(const c10::OperatorHandle& operation, Stack* stack) {
+  return_nothing(*stack, operation.schema().arguments().size());
+}
+
+int64_t session_rank() {
+  return checked([] { return static_cast<int64_t>(rank()); });
+}
+
+int64_t session_size() {
+  return checked([] { return static_cast<int64_t>(size()); });
+}
+
+int64_t current_session_id() {
+  return checked([] { return static_cast<int64_t>(session_id()); });
 }
 
 template <class Register>
@@ -63,14 +84,14 @@ TORCH_LIBRARY_IMPL(smd, Meta, m) {
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
   each([&m](const std::string& name, auto forms) {
     using F = decltype(forms);
-    m.impl(name.c_str(), TORCH_FN(F::blocking));
-    m.impl((name + "_async").c_str(), TORCH_FN(F::async));
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&F::blocking>());
+    m.impl((name + "_async").c_str(), torch::CppFunction::makeFromBoxedFunction<&F::async>());
   });
-  m.impl("rank", [] { return checked([] { return static_cast<int64_t>(rank()); }); });
-  m.impl("size", [] { return checked([] { return static_cast<int64_t>(size()); }); });
-  m.impl("session_id", [] { return checked([] { return static_cast<int64_t>(session_id()); }); });
-  m.impl("barrier", TORCH_FN(Kernels<&barrier>::blocking));
-  m.impl("barrier_async", TORCH_FN(Kernels<&barrier>::async));
+  m.impl("rank", boxed<&session_rank>());
+  m.impl("size", boxed<&session_size>());
+  m.impl("session_id", boxed<&current_session_id>());
+  m.impl("barrier", torch::CppFunction::makeFromBoxedFunction<&Kernels<&barrier>::blocking>());
+  m.impl("barrier_async", torch::CppFunction::makeFromBoxedFunction<&Kernels<&barrier>::async>());
 }
 
 }  // namespace smd::torch_ext

@@ -1,7 +1,8 @@
 #include "named.h"
 
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "boxed.h"
 #include "completion.h"
 #include "smd/exposed_time.h"
 #include "status.h"
@@ -344,14 +346,14 @@ void NamedWork::complete(std::string error, std::vector<at::Tensor> results, std
 }
 
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
-  m.impl("named_all_reduce", TORCH_FN(named::all_reduce));
-  m.impl("named_broadcast", TORCH_FN(named::broadcast));
-  m.impl("named_all_gather", TORCH_FN(named::all_gather));
-  m.impl("named_all_to_all", TORCH_FN(named::all_to_all));
-  m.impl("named_reduce_scatter", TORCH_FN(named::reduce_scatter));
-  m.impl("named_barrier", TORCH_FN(named::barrier));
-  m.impl("named_step", TORCH_FN(named::step));
-  m.impl("named_join", TORCH_FN(named::join));
+  m.impl("named_all_reduce", boxed<&named::all_reduce>());
+  m.impl("named_broadcast", boxed<&named::broadcast>());
+  m.impl("named_all_gather", boxed<&named::all_gather>());
+  m.impl("named_all_to_all", boxed<&named::all_to_all>());
+  m.impl("named_reduce_scatter", boxed<&named::reduce_scatter>());
+  m.impl("named_barrier", boxed<&named::barrier>());
+  m.impl("named_step", boxed<&named::step>());
+  m.impl("named_join", boxed<&named::join>());
 }
 
 }  // namespace smd::torch_ext

@@ -5,9 +5,9 @@
 // `<name>_async` returns a handle at once and keeps the memory of its tensors until the operation is complete. Tensors
 // of different ranks with the same role have the same shape and type unless said otherwise.
 
-#include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include "boxed.h"
 #include "completion.h"
 #include "named.h"
 
@@ -26,12 +26,12 @@ void define_named(torch::Library& m, const std::string& name, const std::string&
 }  // namespace
 
 TORCH_LIBRARY(smd, m) {
-  m.class_<Work>("Work").def("wait", &Work::wait).def("is_completed", &Work::is_completed);
-  m.class_<NamedWork>("NamedWork")
-      .def("wait", &NamedWork::wait)
-      .def("is_completed", &NamedWork::is_completed)
-      .def("results", &NamedWork::results)
-      .def("last", &NamedWork::last);
+  BoxedClass<Work>(m, "Work").def<&Work::wait>("wait() -> NoneType").def<&Work::is_completed>("is_completed() -> bool");
+  BoxedClass<NamedWork>(m, "NamedWork")
+      .def<&NamedWork::wait>("wait() -> NoneType")
+      .def<&NamedWork::is_completed>("is_completed() -> bool")
+      .def<&NamedWork::results>("results() -> Tensor[]")
+      .def<&NamedWork::last>("last() -> int");
 
   // The session's rank and size.
   m.def("rank() -> int");

@@ -1,8 +1,8 @@
 #include "reducer.h"
 
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "adapter.h"
+#include "boxed.h"
 #include "ddp/pending_reducer.h"
 #include "operations.h"
 #include "status.h"
@@ -222,50 +223,57 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int64_t root) {
   }
 }
 
+namespace {
+
+c10::intrusive_ptr<PendingReducer> make_pending_reducer(int64_t token, std::vector<at::Tensor> parameters,
+                                                        std::vector<std::string> names,
+                                                        const std::vector<int64_t>& ranks,
+                                                        const std::vector<int64_t>& bucket_bytes,
+                                                        const Reducer::Settings& settings,
+                                                        const std::vector<int64_t>& order) {
+  return c10::make_intrusive<PendingReducer>(token, std::move(parameters), std::move(names), ranks, bucket_bytes,
+                                             settings, order);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(smd, m) {
-  m.class_<Reducer>("Reducer")
-      .def(torch::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                          const std::vector<int64_t>& sparse, const std::vector<int64_t>& delayed,
-                          std::vector<at::Tensor> frozen, std::vector<std::string> frozen_names,
-                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
-                          const Reducer::Settings& settings) {
-        return Reducer::make(std::move(parameters), std::move(names), sparse, delayed, std::move(frozen),
-                             std::move(frozen_names), ranks, bucket_bytes, settings);
-      }))
-      .def("configure", &Reducer::configure)
-      .def("group", &Reducer::group)
-      .def("await_step", &Reducer::await_step)
-      .def("sync_buffers", &Reducer::sync_buffers)
-      .def("watch", &Reducer::watch)
-      .def("expect_sync", &Reducer::expect_sync)
-      .def("remove_hooks", &Reducer::remove_hooks)
-      .def("shadow", &Reducer::shadow)
-      .def("scale_next", &Reducer::scale_next)
-      .def("open", &Reducer::open)
-      .def("open_by_vote", &Reducer::open_by_vote)
-      .def("expect", &Reducer::expect)
-      .def("ready", &Reducer::ready)
-      .def("missing", &Reducer::missing)
-      .def("close", &Reducer::close)
-      .def("cancel", &Reducer::cancel)
-      .def("await_device", &Reducer::await_device)
-      .def("fits", &Reducer::fits)
-      .def("broadcast", &Reducer::broadcast)
-      .def("describe_plan", &Reducer::describe_plan)
-      .def("buckets", &Reducer::buckets)
-      .def("statistics", &Reducer::statistics)
-      .def("last_order", &Reducer::last_order)
-      .def("set_sample_rate", &Reducer::set_sample_rate);
+  BoxedClass<Reducer>(m, "Reducer")
+      .init<&Reducer::make>(
+          "Tensor[] parameters, str[] names, int[] sparse, int[] delayed, Tensor[] frozen, str[] frozen_names, "
+          "int[] ranks, int[] bucket_bytes, Dict(str, int) settings")
+      .def<&Reducer::configure>("configure(int[] bucket_bytes, Dict(str, int) settings) -> NoneType")
+      .def<&Reducer::group>("group() -> int")
+      .def<&Reducer::await_step>("await_step() -> NoneType")
+      .def<&Reducer::sync_buffers>("sync_buffers(Tensor[] buffers, bool sync) -> NoneType")
+      .def<&Reducer::watch>("watch(Tensor[] outputs, bool sync, int started) -> NoneType")
+      .def<&Reducer::expect_sync>("expect_sync() -> NoneType")
+      .def<&Reducer::remove_hooks>("remove_hooks() -> NoneType")
+      .def<&Reducer::shadow>("shadow() -> NoneType")
+      .def<&Reducer::scale_next>("scale_next(Tensor? factor) -> NoneType")
+      .def<&Reducer::open>("open() -> NoneType")
+      .def<&Reducer::open_by_vote>(
+          "open_by_vote(int process_set, str name, str what) -> __torch__.torch.classes.smd.Ballot")
+      .def<&Reducer::expect>("expect(int[] accumulations) -> NoneType")
+      .def<&Reducer::ready>("ready(int[] indices) -> NoneType")
+      .def<&Reducer::missing>("missing() -> int[]")
+      .def<&Reducer::close>("close() -> NoneType")
+      .def<&Reducer::cancel>("cancel() -> NoneType")
+      .def<&Reducer::await_device>("await_device() -> NoneType")
+      .def<&Reducer::fits>("fits() -> bool")
+      .def<&Reducer::broadcast>("broadcast(Tensor[] tensors, int root) -> NoneType")
+      .def<&Reducer::describe_plan>("describe_plan() -> str")
+      .def<&Reducer::buckets>("buckets() -> int[][]")
+      .def<&Reducer::statistics>("statistics() -> Dict(str, int)")
+      .def<&Reducer::last_order>("last_order() -> int[]")
+      .def<&Reducer::set_sample_rate>("set_sample_rate(int rate) -> NoneType");
   // Registered here, because it returns reducers and PyTorch requires a class to be registered before it is mentioned.
-  m.class_<PendingReducer>("PendingReducer")
-      .def(torch::init([](int64_t token, std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                          const std::vector<int64_t>& ranks, const std::vector<int64_t>& bucket_bytes,
-                          const Reducer::Settings& settings, const std::vector<int64_t>& order) {
-        return c10::make_intrusive<PendingReducer>(token, std::move(parameters), std::move(names), ranks, bucket_bytes,
-                                                   settings, order);
-      }))
-      .def("is_done", &PendingReducer::is_done)
-      .def("take", &PendingReducer::take);
+  BoxedClass<PendingReducer>(m, "PendingReducer")
+      .init<&make_pending_reducer>(
+          "int token, Tensor[] parameters, str[] names, int[] ranks, int[] bucket_bytes, Dict(str, int) settings, "
+          "int[] order")
+      .def<&PendingReducer::is_done>("is_done() -> bool")
+      .def<&PendingReducer::take>("take() -> __torch__.torch.classes.smd.Reducer");
 }
 
 }  // namespace smd::torch_ext

@@ -192,12 +192,12 @@ def test_the_error_of_a_broken_abi_without_a_compiler_names_remedies(cache, monk
         assert part in text
 
 
-def test_only_gcc_gets_options_about_memory(tmp_path):
-    for text, count in [("g++ 12\nCopyright (C) Free Software Foundation, Inc.", 2), ("clang version 19", 0)]:
+def test_only_gcc_gets_options_of_gcc(tmp_path):
+    for text, count in [("g++ 12\nCopyright (C) Free Software Foundation, Inc.", 5), ("clang version 19", 1)]:
         compiler = tmp_path / "compiler"
         compiler.write_text(f"#!/bin/sh\necho '{text}'\n")
         compiler.chmod(0o755)
-        assert len(shims._memory_flags([str(compiler)])) == count
+        assert len(shims._optimization_flags([str(compiler)])) == count
 
 
 def test_another_version_builds_again(cache, compiler):
@@ -254,6 +254,14 @@ def test_headers_that_need_a_newer_standard_are_compiled_with_it(cache, compiler
     log = compiler('if "-std=c++17" in sys.argv: print("x.h:1: error: #error C++20 or later is required"); sys.exit(1)')
     assert shims.ensure(FRAMEWORK).exists()
     assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
+
+
+def test_headers_that_do_not_compile_with_fewer_includes_are_compiled_with_all(cache, compiler):
+    narrow = replace(FRAMEWORK, narrow_flags=("-Inarrow",))
+    log = compiler('if "-Inarrow" in sys.argv: print("x.h:1: error: no member of at"); sys.exit(1)')
+    assert shims.ensure(narrow).exists()
+    assert sum("-Inarrow" in run for run in log.read_text().splitlines()) == 3
+    assert sum("-c" in run.split() and "-Inarrow" not in run for run in log.read_text().splitlines()) == 3
 
 
 def test_the_standard_is_read_from_the_headers(cache, compiler, tmp_path):

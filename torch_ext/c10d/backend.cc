@@ -1,6 +1,9 @@
 #include "c10d/backend.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
@@ -9,6 +12,7 @@
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "boxed.h"
 #include "compat.h"
 #include "completion.h"
 #include "smd/status.h"
@@ -531,23 +535,27 @@ const Backend* ours(c10d::ProcessGroup& group) {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-}  // namespace
-
 // Python cannot get an object of a C++ class that it does not know. So the function takes a process group and sets the
 // backend in it. The group's store serves as the rendezvous.
+void add_backend(const Group& group, const std::vector<int64_t>& ranks, int64_t timeout_ms,
+                 const std::optional<Group>& parent) {
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                    Backend::make(group->getStore(), group->getRank(), group->getSize(), ranks,
+                                  Milliseconds(timeout_ms), parent ? ours(**parent) : nullptr));
+}
+
+void split_nocolor(const Group& parent) {
+  if (const auto* backend = ours(*parent)) backend->split_nocolor();
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   m.def(
       "add_backend(__torch__.torch.classes.c10d.ProcessGroup group, int[] ranks, int timeout_ms, "
       "__torch__.torch.classes.c10d.ProcessGroup? parent) -> ()",
-      [](const Group& group, const std::vector<int64_t>& ranks, int64_t timeout_ms,
-         const std::optional<Group>& parent) {
-        group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                          Backend::make(group->getStore(), group->getRank(), group->getSize(), ranks,
-                                        Milliseconds(timeout_ms), parent ? ours(**parent) : nullptr));
-      });
-  m.def("split_nocolor(__torch__.torch.classes.c10d.ProcessGroup parent) -> ()", [](const Group& parent) {
-    if (const auto* backend = ours(*parent)) backend->split_nocolor();
-  });
+      boxed<&add_backend>());
+  m.def("split_nocolor(__torch__.torch.classes.c10d.ProcessGroup parent) -> ()", boxed<&split_nocolor>());
 }
 
 }  // namespace smd::torch_ext

@@ -1,8 +1,9 @@
 #include "c10d/group_work.h"
 
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <condition_variable>

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "boxed.h"
+
 namespace smd::torch_ext {
 
 std::vector<at::Tensor> GradBucket::gradients() const {
@@ -45,13 +47,13 @@ at::Tensor await_comm_hook(int64_t hook, int64_t bucket) {
 }
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
-  m.class_<GradBucket>("GradBucket")
-      .def("index", &GradBucket::index)
-      .def("is_last", &GradBucket::is_last)
-      .def("buffer", &GradBucket::buffer)
-      .def("set_buffer", &GradBucket::set_buffer)
-      .def("gradients", &GradBucket::gradients)
-      .def("parameters", &GradBucket::parameters);
+  BoxedClass<GradBucket>(m, "GradBucket")
+      .def<&GradBucket::index>("index() -> int")
+      .def<&GradBucket::is_last>("is_last() -> bool")
+      .def<&GradBucket::buffer>("buffer() -> Tensor")
+      .def<&GradBucket::set_buffer>("set_buffer(Tensor buffer) -> NoneType")
+      .def<&GradBucket::gradients>("gradients() -> Tensor[]")
+      .def<&GradBucket::parameters>("parameters() -> Tensor[]");
   m.def("start_comm_hook(int hook, __torch__.torch.classes.smd.GradBucket bucket) -> ()");
   m.def("await_comm_hook(int hook, int bucket) -> Tensor");
 }

@@ -1,7 +1,7 @@
 // Where gradients lie when they are reduced.
-#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>

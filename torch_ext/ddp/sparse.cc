@@ -1,6 +1,9 @@
 #include "ddp/sparse.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
 #include <string>

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "boxed.h"
 #include "completion.h"
 #include "operations.h"
 #include "status.h"
@@ -211,7 +212,7 @@ std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Te
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   // Called at the beginning of each step function.
-  m.def("begin_step_of_products() -> ()", begin_step_of_products);
+  m.def("begin_step_of_products() -> ()", boxed<&begin_step_of_products>());
   m.def("summed_product(Tensor input, Tensor weight, bool shares_rows, int group) -> Tensor");
   m.def("gathered_products(Tensor own, Tensor[] weights, Tensor?[] biases, SymInt rows, int group) -> Tensor[]");
   m.def(
@@ -220,15 +221,15 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
 }
 
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) {
-  m.impl("summed_product", TORCH_FN(summed_product));
-  m.impl("gathered_products", TORCH_FN(gathered_products));
-  m.impl("products_backward", TORCH_FN(products_backward));
+  m.impl("summed_product", boxed<&summed_product>());
+  m.impl("gathered_products", boxed<&gathered_products>());
+  m.impl("products_backward", boxed<&products_backward>());
 }
 
 TORCH_LIBRARY_IMPL(smd, Meta, m) {
-  m.impl("summed_product", TORCH_FN(meta_summed_product));
-  m.impl("gathered_products", TORCH_FN(meta_gathered_products));
-  m.impl("products_backward", TORCH_FN(meta_products_backward));
+  m.impl("summed_product", boxed<&meta_summed_product>());
+  m.impl("gathered_products", boxed<&meta_gathered_products>());
+  m.impl("products_backward", boxed<&meta_products_backward>());
 }
 
 }  // namespace smd::torch_ext

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "adapter.h"
+#include "boxed.h"
 #include "status.h"
 
 namespace smd::torch_ext {
@@ -56,7 +57,7 @@ class AccumulationHook final : public torch::autograd::FunctionPreHook {
     if (total.layout() != at::kStrided || gradient.layout() != at::kStrided) return gradients;
     // The parameter was moved to another device in the forward; the backward moves its gradient back.
     if (total.device() != gradient.device()) return gradients;
-    if (at::promote_types(total.scalar_type(), gradient.scalar_type()) != total.scalar_type()) return gradients;
+    if (c10::promoteTypes(total.scalar_type(), gradient.scalar_type()) != total.scalar_type()) return gradients;
     add_to(total, gradient);
     return {at::Tensor()};
   }
@@ -113,6 +114,6 @@ bool adds_up(const torch::autograd::FunctionPreHook& hook) {
 
 TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("accumulate_casts(Tensor[] roots) -> ()"); }
 
-TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("accumulate_casts", TORCH_FN(accumulate_casts)); }
+TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("accumulate_casts", boxed<&accumulate_casts>()); }
 
 }  // namespace smd::torch_ext

@@ -1,6 +1,5 @@
 #include "weight_gradients/weights.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/convolution_backward.h>
@@ -20,6 +19,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "boxed.h"
 #include "compat.h"
 #include "weight_gradients/accumulation.h"
 
@@ -361,13 +361,22 @@ void WeightGradients::run() {
   for (const auto& product : std::exchange(pending_->products, {})) ProductHook::compute(product);
 }
 
+namespace {
+
+c10::intrusive_ptr<WeightGradients> make_weight_gradients(const std::vector<at::Tensor>& roots,
+                                                          const std::vector<at::Tensor>& inputs) {
+  return c10::make_intrusive<WeightGradients>(roots, inputs);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(smd, m) {
-  m.class_<WeightGradients>("WeightGradients")
-      .def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>())
-      .def("size", &WeightGradients::size)
-      .def("begin", &WeightGradients::begin)
-      .def("end", &WeightGradients::end)
-      .def("run", &WeightGradients::run);
+  BoxedClass<WeightGradients>(m, "WeightGradients")
+      .init<&make_weight_gradients>("Tensor[] roots, Tensor[] inputs")
+      .def<&WeightGradients::size>("size() -> int")
+      .def<&WeightGradients::begin>("begin(bool later) -> Tensor[]")
+      .def<&WeightGradients::end>("end() -> NoneType")
+      .def<&WeightGradients::run>("run() -> NoneType");
 }
 
 }  // namespace smd::torch_ext

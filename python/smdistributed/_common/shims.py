@@ -44,7 +44,7 @@ PREBUILT = Path(__file__).resolve().parent.parent / "_prebuilt"
 # Number of lines of a failed compilation to show: the first ones contain the cause.
 _SHOWN_ERROR_LINES = 15
 
-# A build takes 10 s on a free core, and a minute on a busy machine.
+# A build takes about 25 s on a free core, and a minute on a busy machine.
 _SILENT_WAIT_SECONDS = 10.0
 _LONGEST_WAIT_SECONDS = 600.0
 
@@ -54,6 +54,9 @@ _NEWER_STANDARD = "c++20"
 # The message in a header that requires a later standard.
 _WANTED_STANDARD = re.compile(r"#error C\+\+(\d\d) or later")
 
+# Flags of GCC that save compile time (benches/NOTES.md). A shim describes tensors and calls the core or the framework,
+# which have the loops over elements. What matters in a shim is that small functions are inlined.
+_GCC_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions-called-once")
 # GCC does not collect garbage before it has allocated this much. A shim's largest unit needs 2 GB in total.
 _COMPILER_HEAP_KIB = 1 << 20
 
@@ -86,6 +89,7 @@ class Framework:
         compile_flags: Include paths and ABI switches.
         link_flags: The framework's libraries.
         standard: The C++ standard that its headers require.
+        narrow_flags: Flags with which its headers include less. A newer version may not compile with them.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Framework:
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     standard: str = _STANDARD
+    narrow_flags: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -198,6 +203,8 @@ def torch_framework() -> Framework:
         # `dlsym` is in a library of its own before glibc 2.34.
         link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"),
         standard=_wanted_standard(include / "ATen/ATen.h"),
+        # PyTorch's own switch, and our `ATen/ATen.h`.
+        narrow_flags=("-DAT_PER_OPERATOR_HEADERS", "-Itorch_ext/narrow"),
     )
 
 
@@ -425,10 +432,14 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
     sources = [file.relative_to(scratch) for file in files]
     (scratch / "shim.cc").write_text("".join(f'#include "{file}"\n' for file in sources))
     units = ["shim.cc", *sorted(str(file.relative_to(scratch)) for file in (scratch / "bridge").glob("*.cc"))]
-    failure = _compile_units(framework, compiler, scratch, units, framework.standard)
+    standard, narrow = framework.standard, framework.narrow_flags
+    failure = _compile_units(framework, compiler, scratch, units, standard, narrow)
     # The header that requires C++20 may be one that `_wanted_standard` did not search.
-    if failure is not None and "C++20" in str(failure) and framework.standard != _NEWER_STANDARD:
-        failure = _compile_units(framework, compiler, scratch, units, _NEWER_STANDARD)
+    if failure is not None and "C++20" in str(failure) and standard != _NEWER_STANDARD:
+        standard = _NEWER_STANDARD
+        failure = _compile_units(framework, compiler, scratch, units, standard, narrow)
+    if failure is not None and narrow:
+        failure = _compile_units(framework, compiler, scratch, units, standard, ())
     if failure is not None:
         raise failure
     # No symbol is exported, because two shims in a process must not share C++ symbols. Operations register themselves.
@@ -459,13 +470,18 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
 
 
 def _compile_units(
-    framework: Framework, compiler: list[str], scratch: Path, units: list[str], standard: str
+    framework: Framework,
+    compiler: list[str],
+    scratch: Path,
+    units: list[str],
+    standard: str,
+    narrow_flags: tuple[str, ...],
 ) -> ShimError | None:
     """Compile unit i to ``i.o``, all in parallel; return the errors."""
     # Shims include their headers by the path within their own folder.
     includes = ["-I.", "-Iinclude", f"-I{framework.folder}"]
-    flags = [f"-std={standard}", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", *includes, *framework.compile_flags]
-    flags += _memory_flags(compiler)
+    flags = [f"-std={standard}", *_optimization_flags(compiler), "-g0", "-fPIC", "-fvisibility=hidden", *includes]
+    flags += [*narrow_flags, *framework.compile_flags]
     compilations = [
         subprocess.Popen(
             [*compiler, *flags, "-c", unit, "-o", f"{index}.o"],
@@ -481,12 +497,12 @@ def _compile_units(
     return next((failure for failure in failures if failure is not None), None)
 
 
-def _memory_flags(compiler: list[str]) -> list[str]:
-    """Return flags with which GCC collects garbage less often, which saves time and needs more memory."""
+def _optimization_flags(compiler: list[str]) -> list[str]:
+    """Return flags for optimization; with those for GCC it collects garbage less often, which needs more memory."""
     asked = subprocess.run([*compiler, "--version"], check=False, capture_output=True, text=True)
     if "Free Software Foundation" not in asked.stdout:
-        return []
-    return ["--param=ggc-min-expand=1000", f"--param=ggc-min-heapsize={_COMPILER_HEAP_KIB}"]
+        return ["-O2"]
+    return [*_GCC_OPTIMIZATION, "--param=ggc-min-expand=1000", f"--param=ggc-min-heapsize={_COMPILER_HEAP_KIB}"]
 
 
 def _failure(
