@@ -26,8 +26,8 @@ namespace smd::torch_ext {
 
 using torch::jit::Stack;
 
-// Conversions of boxed arguments, by the type of the function's parameter. Where a parameter is a view, such as
-// `at::TensorList`, the result is what it refers to and lives until the end of the call.
+// Conversions of boxed arguments, by the type of the function's parameter. A parameter may be a view, such as
+// `at::TensorList`; the conversion then returns the vector that is viewed, which lives until the end of the call.
 template <class Parameter>
 struct As {};
 

@@ -256,12 +256,13 @@ def test_headers_that_need_a_newer_standard_are_compiled_with_it(cache, compiler
     assert sum("-std=c++20" in run for run in log.read_text().splitlines()) == 3
 
 
-def test_headers_that_do_not_compile_with_fewer_includes_are_compiled_with_all(cache, compiler):
+def test_headers_that_do_not_compile_with_fewer_includes_are_compiled_with_all(cache, compiler, capfd):
     narrow = replace(FRAMEWORK, narrow_flags=("-Inarrow",))
     log = compiler('if "-Inarrow" in sys.argv: print("x.h:1: error: no member of at"); sys.exit(1)')
     assert shims.ensure(narrow).exists()
     assert sum("-Inarrow" in run for run in log.read_text().splitlines()) == 3
     assert sum("-c" in run.split() and "-Inarrow" not in run for run in log.read_text().splitlines()) == 3
+    assert capfd.readouterr().err.count("compiled again with all headers, which takes longer: ") == 1
 
 
 def test_the_standard_is_read_from_the_headers(cache, compiler, tmp_path):

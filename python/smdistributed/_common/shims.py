@@ -439,6 +439,8 @@ def _compile(framework: Framework, compiler: list[str], scratch: Path) -> Path:
         standard = _NEWER_STANDARD
         failure = _compile_units(framework, compiler, scratch, units, standard, narrow)
     if failure is not None and narrow:
+        reason = str(failure).splitlines()[0]
+        _log(f"the {framework.title} shim is compiled again with all headers, which takes longer: {reason}")
         failure = _compile_units(framework, compiler, scratch, units, standard, ())
     if failure is not None:
         raise failure
