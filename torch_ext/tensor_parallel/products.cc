@@ -1,7 +1,9 @@
 #include "tensor_parallel/products.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -81,6 +83,15 @@ void scatter_in_chunks(const at::Tensor& rows, const at::Tensor& weight, const a
     works.push_back(start(reduce_scatter_single(result.narrow(0, begin, length), partial, "sum", group)));
   });
   wait_for(works);
+}
+
+// Whether the gradients of products of one input with several weights are multiplied as one matrix: the copy into it
+// must move fewer elements than the products for the input's gradient would: each but the first reads and writes their
+// sum.
+bool are_better_joined(const std::vector<at::Tensor>& gradients, int64_t features) {
+  int64_t columns = 0;
+  for (const auto& gradient : gradients) columns += gradient.size(1);
+  return gradients.size() > 1 && columns <= static_cast<int64_t>(gradients.size() - 1) * features;
 }
 
 at::Tensor meta_summed_product(const at::Tensor& input, const at::Tensor& weight, bool shares_rows, int64_t group) {
@@ -185,13 +196,16 @@ std::vector<at::Tensor> gathered_products(const at::Tensor& own, at::TensorList 
 std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Tensor& input, at::TensorList weights,
                                           const c10::List<bool>& needs, int64_t share, int64_t group) {
   return checked([&] {
+    // Weights' gradients that are rows of one tensor are no views for autograd.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<at::Tensor> rows;
     for (const auto& gradient : gradients) rows.push_back(as_rows(gradient));
+    const auto joined = are_better_joined(rows, input.size(-1)) ? at::cat(rows, 1) : at::Tensor();
     std::vector<at::Tensor> results{input.new_empty({0})};
     c10::intrusive_ptr<Work> sum;
     if (needs.get(0)) {
-      auto partial = at::mm(rows[0], weights[0]);
-      for (std::size_t at = 1; at < rows.size(); ++at) partial.addmm_(rows[at], weights[at]);
+      auto partial = joined.defined() ? at::mm(joined, at::cat(weights)) : at::mm(rows[0], weights[0]);
+      for (std::size_t at = 1; at < rows.size() && !joined.defined(); ++at) partial.addmm_(rows[at], weights[at]);
       if (share < 0) {
         results[0] = partial.view(input.sizes());
         sum = start(all_reduce_(results[0], "sum", group));
@@ -202,8 +216,18 @@ std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Te
       }
     }
     const auto inputs = as_rows(input);
-    for (std::size_t at = 0; at < rows.size(); ++at) {
-      results.push_back(needs.get(at + 1) ? at::mm(rows[at].t(), inputs) : weights[at].new_empty({0}));
+    const auto every = std::all_of(needs.begin() + 1, needs.end(), [](bool needed) { return needed; });
+    if (joined.defined() && every) {
+      const auto whole = at::mm(joined.t(), inputs);
+      int64_t begin = 0;
+      for (const auto& weight : weights) {
+        results.push_back(whole.narrow(0, begin, weight.size(0)));
+        begin += weight.size(0);
+      }
+    } else {
+      for (std::size_t at = 0; at < rows.size(); ++at) {
+        results.push_back(needs.get(at + 1) ? at::mm(rows[at].t(), inputs) : weights[at].new_empty({0}));
+      }
     }
     if (sum != nullptr) sum->wait();
     return results;

@@ -38,7 +38,8 @@ std::vector<at::Tensor> gathered_products(const at::Tensor& own, at::TensorList 
 //   needs: Whether the gradient of the input, and that of each weight, is needed.
 //   share: The number of rows of the input's gradient that a rank gets; -1 if all ranks get all rows.
 //
-// Returns: the gradient of the input, then that of each weight. One that is not needed has no elements.
+// Returns: the gradient of the input, then that of each weight. One that is not needed has no elements. Those of small
+// weights may be parts of one tensor.
 std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Tensor& input, at::TensorList weights,
                                           const c10::List<bool>& needs, int64_t share, int64_t group);
 

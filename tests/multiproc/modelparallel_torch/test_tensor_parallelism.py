@@ -153,8 +153,12 @@ def _check_products(optimize):
         # Ten tokens over three ranks: the last rank's share is padded.
         shape = (4, width) if optimize == "memory" else (batch, length, width)
         columns = [torch.randn(*sizes, dtype=dtype) for sizes in (shape, (6, width), (6,), (4, width))]
+        # With fewer features than the input has, gradients are multiplied as one matrix.
+        narrow = [torch.randn(*sizes, dtype=dtype) for sizes in (shape, (2, width), (2,), (1, width))]
         row = [torch.randn(*sizes, dtype=dtype) for sizes in ((batch, length, 4), (width, 4))]
-        for leaves, plain, ours in ((columns, plain_columns, our_columns), (row, plain_row, our_row)):
+        for leaves, plain, ours in (
+            (columns, plain_columns, our_columns), (narrow, plain_columns, our_columns), (row, plain_row, our_row)
+        ):  # fmt: skip
             for frozen in (None, 0, 1):
                 for at, each in enumerate(leaves):
                     each.requires_grad_(at != frozen)
