@@ -1,14 +1,16 @@
 """The kernel of chunked all-reduces between two GPUs, alone and beside matrix products, with several grids and codes.
 
-    python benches/gpu/chunks.py
+    python benches/gpu/chunks.py [--mebibytes 32]
 
 One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can
-vary parameters that the library fixes. Shown for 100 MiB of random float32 values and of values that fit bfloat16:
-microseconds alone, and the time that an exchange adds to matrix products that run at the same time.
+vary parameters that the library fixes. Shown for 100 MiB of random float32 values, of float32 values that fit bfloat16,
+and of bfloat16 values: microseconds alone, and the time that an exchange adds to matrix products that run at the same
+time.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import statistics
 import sys
@@ -20,8 +22,8 @@ import numpy as np
 import torch
 
 KERNELS = Path(__file__).resolve().parents[2] / "rust-core/src/device/kernels"
-CHUNK_ELEMS = 32 << 10
-SLOT_BYTES = 4 * CHUNK_ELEMS + 256
+CHUNK_BYTES = 128 << 10
+SLOT_BYTES = CHUNK_BYTES + 256
 SLOTS, THREADS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 512, 128, 16, 128
 HEADER_BYTES = MAX_BLOCKS * (MAX_RANKS + 1) * 8 + 256
 
@@ -37,8 +39,6 @@ CODES = {
     "two units": {"constexpr int UNROLL = 4;": "constexpr int UNROLL = 2;", "(THREADS, 1)": "(THREADS, 2)"},
 }
 CHANNELS = (8, 16, 24, 32, 48, 64, 96, 128)
-ELEMS = 25 << 20
-
 
 cuda = ctypes.CDLL("libcuda.so.1")
 
@@ -49,8 +49,8 @@ def check(status: int, allowed: int = 0) -> None:
         raise RuntimeError(f"CUDA's driver or NVRTC returned error {status}")
 
 
-def compile_kernel(changes: dict[str, str]) -> bytes:
-    """Compiles the kernel for Hopper, with changes of its source."""
+def compile_kernel(changes: dict[str, str], kind: str) -> bytes:
+    """Compiles the kernel for Hopper and a type of number.cuh, with changes of its source."""
     folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
     library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
     for part in library.parent.glob("libnvrtc-builtins.so.1?.?"):
@@ -63,7 +63,7 @@ def compile_kernel(changes: dict[str, str]) -> bytes:
             raise ValueError(f"chunks.cu has no `{before}`")
         text = text.replace(before, after)
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"chunks.cu", 0, None, None))
-    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", "-DOP=Sum", "-DRANKS=2"]
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", f"-DTYPE={kind}", "-DOP=Sum", "-DRANKS=2"]
     check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
     check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)
@@ -74,8 +74,8 @@ def compile_kernel(changes: dict[str, str]) -> bytes:
 class Exchange:
     """Launches the kernel on both GPUs."""
 
-    def __init__(self, changes: dict[str, str]) -> None:
-        image = compile_kernel(changes)
+    def __init__(self, changes: dict[str, str], kind: str) -> None:
+        image = compile_kernel(changes, kind)
         self.arenas, self.kernels, self.streams = [], [], []
         self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
         for device in range(2):
@@ -95,7 +95,7 @@ class Exchange:
             argument["peers"]["control"] = self.control.data_ptr()
             argument["peers"]["me"], argument["peers"]["fingerprint"] = device, 7
             argument["slots"] = HEADER_BYTES
-            chunks = -(-tensor.numel() // CHUNK_ELEMS)
+            chunks = -(-tensor.nbytes // CHUNK_BYTES)
             argument["rounds"] = -(-chunks // channels)
             argument["count"] = 1
             argument["tensors"][0] = (tensor.data_ptr(), tensor.data_ptr(), tensor.numel())
@@ -123,6 +123,11 @@ def timed(exchange: Callable[..., None], tensors: list[torch.Tensor], channels: 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mebibytes", type=int, default=100, help="size of the tensors")
+    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="numbers of blocks")
+    arguments = parser.parse_args()
+    elems = arguments.mebibytes << 18
     contexts = []
     for device in range(2):
         with torch.cuda.device(device):
@@ -134,7 +139,11 @@ def main() -> None:
         with torch.cuda.device(device):
             torch.zeros(1, device=f"cuda:{device}")
             check(cuda.cuCtxEnablePeerAccess(contexts[1 - device], 0), already_enabled)
-    values = {"all bits": torch.randn(ELEMS), "bfloat16": torch.randn(ELEMS).bfloat16().float()}
+    values = {
+        "all bits": torch.randn(elems),
+        "fits bf16": torch.randn(elems).bfloat16().float(),
+        "bfloat16": torch.randn(2 * elems).bfloat16(),
+    }
     # The feed-forward products of the 1.5B model at batch 2, and products that fill the device for longer.
     graphs = {}
     for rows, inner, columns, count in ((2048, 1600, 6400, 400), (8192, 8192, 8192, 16)):
@@ -180,15 +189,16 @@ def main() -> None:
     print("products alone, ms:", {name: round(value, 2) for name, value in alone.items()}, flush=True)
     print(f"{'code':14}{'values':10}{'channels':>9}{'alone us':>10}" + "".join(f"{name:>22}" for name in graphs))
     for code, changes in CODES.items():
-        exchange = Exchange(changes)
+        exchanges = {torch.float32: Exchange(changes, "f32"), torch.bfloat16: Exchange(changes, "bf16")}
         for kind, value in values.items():
+            exchange = exchanges[value.dtype]
             fresh = [value.to(f"cuda:{device}") for device in range(2)]
             tensors = [tensor * (device + 1) for device, tensor in enumerate(fresh)]
             expected = (value + 2 * value).to("cuda:0")
             exchange(tensors, 32)
             synchronize()
             assert all(torch.equal(tensor, expected.to(tensor.device)) for tensor in tensors), (code, kind)
-            for channels in CHANNELS:
+            for channels in arguments.channels:
                 # Both devices have the same values, so sums only double them: values that fit bfloat16 still do.
                 tensors = [tensor.clone() for tensor in fresh]
                 exchange(tensors, channels)

@@ -153,12 +153,34 @@ def chunks_body():
                     failed.append(f"all_reduce {kind} {op} {elems}, turn {turn}: {text}")
             if whole[:shift].any() or whole[shift + elems :].any():
                 failed.append(f"all_reduce {kind} {op} {elems}: wrote outside of the tensor")
+    # Numbers of 16 bits, in chunks of as many elements.
+    for dtype, elems, shift, op in (
+        (torch.bfloat16, 5_000_003, 1, "sum"),
+        (torch.bfloat16, 16_777_216, 0, "average"),
+        (torch.bfloat16, 6_291_456, 8, "max"),
+        (torch.float16, 6_291_456, 0, "sum"),
+        (torch.float16, 9_000_001, 3, "average"),
+    ):
+        whole = torch.zeros(elems + shift + 3, dtype=dtype, device="cuda")
+        x, values = whole[shift : shift + elems], _values(torch, dtype, elems, elems + 10 * rank)
+        expected = values.clone()
+        torch.ops.smd.all_reduce_(expected, op, 0)
+        for turn in range(3):
+            x.copy_(values)
+            torch.ops.smd.all_reduce_(x, op, 0)
+            if text := _differ(torch, x, expected):
+                failed.append(f"all_reduce {dtype} {op} {elems}, turn {turn}: {text}")
+        if whole[:shift].any() or whole[shift + elems :].any():
+            failed.append(f"all_reduce {dtype} {op} {elems}: wrote outside of the tensor")
     # Many tensors in one coalesced call, more than one launch can take, some of them empty; with small calls before and
     # after.
     c10d.init_process_group("smddp", rank=rank, world_size=size)
     lengths = [(turn * 7919) % 90_001 for turn in range(300)]
-    for kind in ("full", "narrow", "mixed"):
-        values = [_kinds(torch, max(n, 1), n + rank)[kind][:n] for n in lengths]
+    for kind in ("full", "narrow", "mixed", "bfloat16"):
+        values = [
+            _values(torch, torch.bfloat16, n, n + rank) if kind == "bfloat16" else
+            _kinds(torch, max(n, 1), n + rank)[kind][:n] for n in lengths
+        ]  # fmt: skip
         expected = [x.clone() for x in values]
         for x in expected:
             torch.ops.smd.all_reduce_(x, "sum", 0)

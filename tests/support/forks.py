@@ -172,6 +172,8 @@ def fork_ranks(
 def _server(module: str, rank: int, environment: Mapping[str, str]) -> _Server:
     shared = {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
     shared["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    # Frameworks import pyarrow where it is installed, and its allocator starts a thread.
+    shared["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     key = (os.getpid(), module, rank, *sorted(shared.items()))
     server = _servers.pop(key, None)
     if server is None or server.has_ended():

@@ -85,13 +85,15 @@ void scatter_in_chunks(const at::Tensor& rows, const at::Tensor& weight, const a
   wait_for(works);
 }
 
-// Whether the gradients of products of one input with several weights are multiplied as one matrix: the copy into it
-// must move fewer elements than the products for the input's gradient would: each but the first reads and writes their
-// sum.
+// Whether the gradients of products of one input with several weights are multiplied as one matrix. The copy into that
+// matrix must move no more elements than the products for the input's gradient do otherwise: each of them but the first
+// reads and writes their sum. Compilers expect that each result begins at a multiple of 16 bytes.
 bool are_better_joined(const std::vector<at::Tensor>& gradients, int64_t features) {
   int64_t columns = 0;
   for (const auto& gradient : gradients) columns += gradient.size(1);
-  return gradients.size() > 1 && columns <= static_cast<int64_t>(gradients.size() - 1) * features;
+  const auto row_bytes = features * static_cast<int64_t>(gradients[0].element_size());
+  return gradients.size() > 1 && row_bytes % 16 == 0 &&
+         columns <= static_cast<int64_t>(gradients.size() - 1) * features;
 }
 
 at::Tensor meta_summed_product(const at::Tensor& input, const at::Tensor& weight, bool shares_rows, int64_t group) {
@@ -200,12 +202,14 @@ std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Te
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<at::Tensor> rows;
     for (const auto& gradient : gradients) rows.push_back(as_rows(gradient));
-    const auto joined = are_better_joined(rows, input.size(-1)) ? at::cat(rows, 1) : at::Tensor();
+    const auto every = std::all_of(needs.begin() + 1, needs.end(), [](bool needed) { return needed; });
+    const auto joins = (needs.get(0) || every) && are_better_joined(rows, input.size(-1));
+    const auto joined = joins ? at::cat(rows, 1) : at::Tensor();
     std::vector<at::Tensor> results{input.new_empty({0})};
     c10::intrusive_ptr<Work> sum;
     if (needs.get(0)) {
-      auto partial = joined.defined() ? at::mm(joined, at::cat(weights)) : at::mm(rows[0], weights[0]);
-      for (std::size_t at = 1; at < rows.size() && !joined.defined(); ++at) partial.addmm_(rows[at], weights[at]);
+      auto partial = joins ? at::mm(joined, at::cat(weights)) : at::mm(rows[0], weights[0]);
+      for (std::size_t at = 1; at < rows.size() && !joins; ++at) partial.addmm_(rows[at], weights[at]);
       if (share < 0) {
         results[0] = partial.view(input.sizes());
         sum = start(all_reduce_(results[0], "sum", group));
@@ -216,8 +220,7 @@ std::vector<at::Tensor> products_backward(at::TensorList gradients, const at::Te
       }
     }
     const auto inputs = as_rows(input);
-    const auto every = std::all_of(needs.begin() + 1, needs.end(), [](bool needed) { return needed; });
-    if (joined.defined() && every) {
+    if (joins && every) {
       const auto whole = at::mm(joined.t(), inputs);
       int64_t begin = 0;
       for (const auto& weight : weights) {

@@ -1,7 +1,7 @@
-// Shared by the chunked kernels: tensors of float32 are divided into chunks of CHUNK_ELEMS, and the 32 bits of each
-// number into a high and a low half. The low halves of a unit are not sent if all of them are zero, as in numbers
-// that were converted from bfloat16: gradients of parameters that autocast casts. This halves the bytes on the link
-// without losing a bit. A mark for each unit says whether its low halves were sent.
+// Shared by the chunked kernels: tensors of TYPE, which has 16 or 32 bits, are divided into chunks of CHUNK_ELEMS.
+// Numbers of 32 bits are divided into a high and a low half. The low halves of a unit are not sent if all of them are
+// zero, as in numbers that were converted from bfloat16: gradients of parameters that autocast casts. This halves the
+// bytes on the link without losing a bit. A mark for each unit says whether its low halves were sent.
 #pragma once
 
 #include "arena.cuh"
@@ -14,10 +14,11 @@
 
 constexpr int WARP = 32, WARPS = THREADS / WARP;
 constexpr int UNIT_VECTORS = 2 * WARP; // Each thread of a warp has two of a unit.
+constexpr bool HAS_HALVES = sizeof(TYPE) == 4;
 
 struct Tensor {
-  const f32 *input;
-  f32 *output;
+  const TYPE *input;
+  TYPE *output;
   u64 elems;
 };
 

@@ -1,5 +1,5 @@
-// All-reduce of many or large tensors of float32 between two members, in chunks: while a block waits for the peer's
-// part of a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
+// All-reduce of many or large tensors of TYPE, which has 16 or 32 bits, between two members, in chunks: while a block
+// waits for the peer's part of a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
 //
 // - CHK-1: each round counts as a call (PEER-4), although one launch makes many rounds. Every block makes all rounds
 //   of the launch, some of them without a chunk.
@@ -7,7 +7,6 @@
 //   writes chunk c + 1, the peer has signalled c - 1, so the peer has reduced c - 3, which used the same slot.
 // - CHK-3: a member signals its second round only after the fingerprints of the first one agreed. All rounds have the
 //   launch's fingerprint; a flag that has advanced to a later round is not compared (PEER-2).
-#define TYPE f32
 #include "chunk.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs.
@@ -19,6 +18,7 @@ constexpr int WARP_UNITS = UNITS / WARPS;
 constexpr int UNROLL = 4;
 static_assert(WARP_UNITS == 8, "the marks of a warp's units are a byte");
 
+// With 16 bits, the first and the second vectors of the units' threads are in the place of high and low halves.
 struct Slot {
   Vector highs[UNITS][WARP];
   Vector lows[UNITS][WARP];
@@ -31,15 +31,18 @@ static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 n
   return slots + blockIdx.x * SLOTS + number % SLOTS;
 }
 
-static __device__ __forceinline__ f32 fold(u32 first, u32 second) {
-  return OP::finish(OP::of(__uint_as_float(first), __uint_as_float(second)), RANKS);
-}
-
 // COL-1: member 0's number comes first.
 static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &theirs, bool mine_first) {
-  const Vector first = mine_first ? own : theirs, second = mine_first ? theirs : own;
-  return make_uint4(__float_as_uint(fold(first.x, second.x)), __float_as_uint(fold(first.y, second.y)),
-                    __float_as_uint(fold(first.z, second.z)), __float_as_uint(fold(first.w, second.w)));
+  Lanes first, second, result;
+  first.vector = mine_first ? own : theirs;
+  second.vector = mine_first ? theirs : own;
+#pragma unroll
+  for (int lane = 0; lane < LANES; ++lane) {
+    const auto reduced =
+        OP::of(Element<TYPE>::widen(first.values[lane]), Element<TYPE>::widen(second.values[lane]));
+    result.values[lane] = Element<TYPE>::narrow(OP::finish(reduced, RANKS));
+  }
+  return result.vector;
 }
 
 // Writes a chunk to the peer's slot. Returns the marks of this warp's units.
@@ -60,11 +63,16 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
 #pragma unroll
     for (int step = 0; step < UNROLL; ++step) {
       const u32 unit = warp * WARP_UNITS + first + step;
-      to->highs[unit][lane] = halves(vectors[step][0], vectors[step][1], HIGH);
-      const Vector low = halves(vectors[step][0], vectors[step][1], LOW);
-      if (__any_sync(~0u, low.x | low.y | low.z | low.w)) {
-        to->lows[unit][lane] = low;
-        marks |= 1 << (first + step);
+      if constexpr (!HAS_HALVES) {
+        to->highs[unit][lane] = vectors[step][0];
+        to->lows[unit][lane] = vectors[step][1];
+      } else {
+        to->highs[unit][lane] = halves(vectors[step][0], vectors[step][1], HIGH);
+        const Vector low = halves(vectors[step][0], vectors[step][1], LOW);
+        if (__any_sync(~0u, low.x | low.y | low.z | low.w)) {
+          to->lows[unit][lane] = low;
+          marks |= 1 << (first + step);
+        }
       }
     }
   }
@@ -75,7 +83,7 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
 static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, const Slot *received, bool mine_first) {
   const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const bool whole_input = aligned(tensor.input), whole_output = aligned(tensor.output);
-  const u32 marks = received->marks[warp];
+  const u32 marks = HAS_HALVES ? received->marks[warp] : ~0u;
 #pragma unroll
   for (int first = 0; first < WARP_UNITS; first += UNROLL) {
     Vector own[UNROLL][2], highs[UNROLL], lows[UNROLL];
@@ -94,10 +102,10 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
     for (int step = 0; step < UNROLL; ++step) {
       const u64 at = start + (warp * WARP_UNITS + first + step) * UNIT_VECTORS + lane;
       const Vector &high = highs[step], &low = lows[step];
-      store(tensor.output, at, tensor.elems, whole_output,
-            fold(own[step][0], whole(high.x, high.y, low.x, low.y), mine_first));
-      store(tensor.output, at + WARP, tensor.elems, whole_output,
-            fold(own[step][1], whole(high.z, high.w, low.z, low.w), mine_first));
+      const Vector first = HAS_HALVES ? whole(high.x, high.y, low.x, low.y) : high;
+      const Vector second = HAS_HALVES ? whole(high.z, high.w, low.z, low.w) : low;
+      store(tensor.output, at, tensor.elems, whole_output, fold(own[step][0], first, mine_first));
+      store(tensor.output, at + WARP, tensor.elems, whole_output, fold(own[step][1], second, mine_first));
     }
   }
 }

@@ -1,5 +1,5 @@
-// All-reduce of many or large tensors of float32 between RANKS members, three or more, in chunks of which each member
-// reduces a part. OP is an operation of number.cuh.
+// All-reduce of many or large tensors of TYPE, which is f32, between RANKS members, three or more, in chunks of which
+// each member reduces a part. OP is an operation of number.cuh.
 //
 // In round r, a block sends the other members' parts of chunk r, reduces its own part of chunk r - 1 and sends the
 // result, and copies the results of chunk r - 2. So all data has a whole round to cross the link.
@@ -11,7 +11,6 @@
 //   begun a launch and waited for all rounds of the previous one; so chunk r - 4, which used the same slot, is
 //   reduced. Before it sends results of chunk r - 1, it has waited for r - 1; so the results of r - 5 are copied.
 // - FOLD-3: a member signals its second round only after the fingerprints of the first one agreed (CHK-3).
-#define TYPE f32
 #include "chunk.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs.

@@ -1,11 +1,11 @@
-//! Kernels for large all-reduces of float32, or several of them: one launch processes all chunks in turn. Between two
-//! members, each reduces every chunk (`device/kernels/chunks.cu`); between more, each reduces a part of every chunk
-//! (`parts.cu`).
+//! Kernels for large all-reduces of floating-point numbers, or several of them: one launch processes all chunks in turn.
+//! Between two members, each reduces every chunk (`device/kernels/chunks.cu`); between more, each reduces a part of every
+//! chunk (`parts.cu`), of float32 only.
 
 use std::ops::RangeInclusive;
 
 use super::kernel_launch::CHUNKS_ABOVE;
-use super::{ALL, CallState, HEADER_BYTES, Peers, PeersArgument, op_name};
+use super::{ALL, CallState, HEADER_BYTES, Peers, PeersArgument, op_name, type_name};
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::{Overlap, Request};
 use crate::device::{Context, Grid, Kernel, KernelSource, Stream};
@@ -15,8 +15,9 @@ use crate::error::{Error, Result};
 struct ChunkLayout {
     source: &'static KernelSource,
     entry: &'static str,
-    /// Elements of a chunk.
-    chunk_elems: usize,
+    /// The types of the elements.
+    dtypes: &'static [DType],
+    chunk_bytes: usize,
     /// Calls, as PEER-4 counts them, that a launch makes in addition to its rounds.
     slot_bytes: usize,
     /// Number of synchronisations of a launch in addition to its rounds.
@@ -31,9 +32,8 @@ static PARTS: KernelSource = KernelSource { name: "parts.cu", text: include_str!
 const MAX_TENSORS: usize = 128;
 const THREADS: u32 = 512;
 const SLOTS: usize = 4;
-/// Elements and bytes that one warp moves at a time.
-const UNIT_ELEMS: usize = 256;
-const UNIT_BYTES: usize = 4 * UNIT_ELEMS;
+/// Bytes that one warp moves at a time.
+const UNIT_BYTES: usize = 1024;
 /// The largest group size with kernels. In larger groups, each member's part of a chunk would be too small.
 const MEMBERS: RangeInclusive<usize> = 2..=8;
 
@@ -48,7 +48,8 @@ impl ChunkLayout {
             return Some(Self {
                 source: &HALVES,
                 entry: "all_reduce_chunks",
-                chunk_elems: 128 * UNIT_ELEMS,
+                dtypes: &[DType::Float32, DType::Float16, DType::BFloat16],
+                chunk_bytes: 128 * UNIT_BYTES,
                 slot_bytes,
                 more_calls: 0,
             });
@@ -58,17 +59,33 @@ impl ChunkLayout {
         Some(Self {
             source: &PARTS,
             entry: "all_reduce_parts",
-            chunk_elems: size * part_units * UNIT_ELEMS,
+            dtypes: &[DType::Float32],
+            chunk_bytes: size * part_units * UNIT_BYTES,
             slot_bytes: (size - 1) * (sent + results),
             more_calls: 1,
         })
     }
 
-    fn kernel(&self, context: &'static Context, op: ReduceOp, size: usize) -> Result<&'static Kernel> {
+    fn kernel(&self, context: &'static Context, dtype: DType, op: ReduceOp, size: usize) -> Result<&'static Kernel> {
         let ranks = size.to_string();
-        Kernel::get(context, self.source, self.entry, &[("OP", op_name(op)), ("RANKS", ranks.as_str())])
+        let defines = [("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks.as_str())];
+        Kernel::get(context, self.source, self.entry, &defines)
+    }
+
+    /// The common type and reduction of `requests`, if all of them are all-reduces of a type that the kernels have.
+    fn operation(&self, requests: &[Request]) -> Option<(DType, ReduceOp)> {
+        let mut operations = requests.iter().map(|request| match request {
+            Request::AllReduce { input, op, .. } if self.dtypes.contains(&input.dtype()) => Some((input.dtype(), *op)),
+            _ => None,
+        });
+        let first = operations.next()??;
+        operations.all(|operation| operation == Some(first)).then_some(first)
     }
 }
+
+/// Largest operation on numbers of 16 bits, in bytes, that is not left to NCCL. The arithmetic takes longer than that of
+/// float32, so NCCL catches up at this size; with the fewer blocks that reducers use, it is faster.
+const MOST_OF_16_BITS: usize = 32 << 20;
 
 /// Largest number of blocks of a launch; there are slots for that many.
 const CHANNELS: usize = 64;
@@ -110,23 +127,15 @@ pub(super) fn slots_bytes(size: usize) -> usize {
     ChunkLayout::of(size).map_or(0, |layout| CHANNELS * SLOTS * layout.slot_bytes)
 }
 
-/// The kernel for `op` in a group of `size`, with its name, if there is one.
+/// The kernel for `op` on float32 in a group of `size`, with its name, if there is one.
 pub(super) fn kernel(
     context: &'static Context,
     op: ReduceOp,
     size: usize,
 ) -> Result<Option<(&'static str, &'static Kernel)>> {
-    ChunkLayout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, op, size)?))).transpose()
-}
-
-/// The common reduction of `requests`, if all of them are all-reduces of float32.
-fn operation(requests: &[Request]) -> Option<ReduceOp> {
-    let mut operations = requests.iter().map(|request| match request {
-        Request::AllReduce { input, op, .. } if input.dtype() == DType::Float32 => Some(*op),
-        _ => None,
-    });
-    let first = operations.next()??;
-    operations.all(|op| op == Some(first)).then_some(first)
+    ChunkLayout::of(size)
+        .map(|layout| Ok((layout.entry, layout.kernel(context, DType::Float32, op, size)?)))
+        .transpose()
 }
 
 /// The number of blocks for `chunks` chunks, and the number of rounds in which they process them.
@@ -142,21 +151,27 @@ impl Peers {
             Request::AllReduce { input, .. } => input.bytes(),
             _ => 0,
         };
-        MEMBERS.contains(&self.size)
-            && operation(requests).is_some()
-            && requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(overlap)
+        ChunkLayout::of(self.size)
+            .and_then(|layout| layout.operation(requests))
+            .is_some_and(|(dtype, _)| self.in_chunks(dtype, overlap).contains(&requests.iter().map(bytes).sum()))
     }
 
-    /// Smallest operation, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
+    /// Sizes of operations, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
     /// for numbers with full float32 precision. There, the chunked kernels run only the buckets of reducers, whose
     /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too.
-    fn least_in_chunks(&self, overlap: Overlap) -> usize {
-        match overlap {
+    fn in_chunks(&self, dtype: DType, overlap: Overlap) -> RangeInclusive<usize> {
+        let least = match overlap {
             _ if self.size == 2 => self.tuning().chunks_bytes,
             _ if self.tuning().peer_bytes == 0 => usize::MAX,
             Overlap::Unknown => usize::MAX,
             Overlap::Computation | Overlap::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
-        }
+        };
+        let most = match overlap {
+            _ if dtype == DType::Float32 => usize::MAX,
+            Overlap::Unknown => MOST_OF_16_BITS,
+            Overlap::Computation | Overlap::Nothing => 0,
+        };
+        least..=most
     }
 
     /// Queues `requests`, which [`Peers::accepts_chunks`], into `stream`. Returns the number of calls so far, as
@@ -168,14 +183,16 @@ impl Peers {
     /// # Safety
     /// As [`Peers::queue`].
     pub unsafe fn queue_chunks(&self, requests: &[Request], overlap: Overlap, stream: &Stream) -> Result<u32> {
-        let op = operation(requests).ok_or_else(|| {
+        let layout = ChunkLayout::of(self.size);
+        let operation = layout.and_then(|layout| Some((layout.operation(requests)?, layout)));
+        let ((dtype, op), layout) = operation.ok_or_else(|| {
             Error::Internal("an operation was passed to the chunked all-reduce that it does not support".into())
         })?;
         let mut state = self.state.lock();
         let tensors: Vec<ChunkTensor> = requests.iter().filter_map(tensor).collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
-            unsafe { self.launch_chunks(&mut state, tensors, op, overlap, stream)? };
+            unsafe { self.launch_chunks(&mut state, &layout, tensors, (dtype, op), overlap, stream)? };
         }
         Ok(state.calls)
     }
@@ -185,18 +202,18 @@ impl Peers {
     unsafe fn launch_chunks(
         &self,
         state: &mut CallState,
+        layout: &ChunkLayout,
         tensors: &[ChunkTensor],
-        op: ReduceOp,
+        (dtype, op): (DType, ReduceOp),
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let layout = ChunkLayout::of(self.size).ok_or_else(|| {
-            Error::Internal(format!("the chunked all-reduce does not support a group of {}", self.size))
-        })?;
-        let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(layout.chunk_elems)).sum();
+        let chunk_elems = layout.chunk_bytes / dtype.size();
+        let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(chunk_elems)).sum();
         let (grid, rounds) = grid(chunks, overlap);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
-        let call: Vec<u64> = [3, op as u64, ALL, u64::from(grid.blocks)].into_iter().chain(lengths).collect();
+        let call: Vec<u64> =
+            [3, dtype as u64, op as u64, ALL, u64::from(grid.blocks)].into_iter().chain(lengths).collect();
         let mut argument = ChunksArgument {
             peers: self.argument(&call),
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
@@ -205,7 +222,7 @@ impl Peers {
             tensors: [ChunkTensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
         };
         argument.tensors[..tensors.len()].copy_from_slice(tensors);
-        let kernel = state.kernel(layout.entry, DType::Float32, op, || layout.kernel(self.context, op, self.size))?;
+        let kernel = state.kernel(layout.entry, dtype, op, || layout.kernel(self.context, dtype, op, self.size))?;
         // SAFETY: the argument matches the kernel's declaration; the arenas live (PEER-8) and have slots, the rest is
         // the caller's promise.
         unsafe { self.launch(state, kernel, grid, rounds + layout.more_calls, &argument, stream) }
@@ -230,14 +247,19 @@ mod tests {
 
     #[test]
     fn the_kernel_compiles_for_every_reduction() {
+        let compile = |source, dtype, op, ranks| {
+            compile_for_test(source, &[("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks)])
+        };
         for op in ReduceOp::ALL.into_iter().filter(|op| kernels::check(DType::Float32, *op).is_ok()) {
-            if compile_for_test(&HALVES, &[("OP", op_name(op)), ("RANKS", "2")]).is_none() {
+            if compile(&HALVES, DType::Float32, op, "2").is_none() {
                 return;
             }
-            compile_for_test(&PARTS, &[("OP", op_name(op)), ("RANKS", "4")]);
+            compile(&HALVES, DType::BFloat16, op, "2");
+            compile(&PARTS, DType::Float32, op, "4");
         }
+        compile(&HALVES, DType::Float16, ReduceOp::Sum, "2");
         for size in 3..=*MEMBERS.end() {
-            compile_for_test(&PARTS, &[("OP", "Sum"), ("RANKS", size.to_string().as_str())]);
+            compile(&PARTS, DType::Float32, ReduceOp::Sum, size.to_string().as_str());
         }
     }
 
