@@ -247,19 +247,20 @@ mod tests {
 
     #[test]
     fn the_kernel_compiles_for_every_reduction() {
-        let compile = |source, dtype, op, ranks| {
-            compile_for_test(source, &[("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks)])
+        let compile = |source, dtype, op, ranks: usize| {
+            let ranks = ranks.to_string();
+            compile_for_test(source, &[("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks.as_str())])
         };
         for op in ReduceOp::ALL.into_iter().filter(|op| kernels::check(DType::Float32, *op).is_ok()) {
-            if compile(&HALVES, DType::Float32, op, "2").is_none() {
+            if compile(&HALVES, DType::Float32, op, 2).is_none() {
                 return;
             }
-            compile(&HALVES, DType::BFloat16, op, "2");
-            compile(&PARTS, DType::Float32, op, "4");
+            compile(&HALVES, DType::BFloat16, op, 2);
+            compile(&PARTS, DType::Float32, op, 4);
         }
-        compile(&HALVES, DType::Float16, ReduceOp::Sum, "2");
+        compile(&HALVES, DType::Float16, ReduceOp::Sum, 2);
         for size in 3..=*MEMBERS.end() {
-            compile(&PARTS, DType::Float32, ReduceOp::Sum, size.to_string().as_str());
+            compile(&PARTS, DType::Float32, ReduceOp::Sum, size);
         }
     }
 
