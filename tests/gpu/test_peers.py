@@ -127,6 +127,22 @@ def _kinds(torch, elems, salt):
     return {"full": full, "narrow": narrow, "mixed": torch.where(rows, full, narrow)}
 
 
+def _all_reduces_in_chunks(torch, values, shift, op, name):
+    """Reduces a part of a larger tensor three times; returns how results differ from the CPU's."""
+    failed, elems = [], values.numel()
+    whole = torch.zeros(elems + shift + 3, dtype=values.dtype, device="cuda")
+    x, expected = whole[shift : shift + elems], values.clone()
+    torch.ops.smd.all_reduce_(expected, op, 0)
+    for turn in range(3):
+        x.copy_(values)
+        torch.ops.smd.all_reduce_(x, op, 0)
+        if text := _differ(torch, x, expected):
+            failed.append(f"all_reduce {name} {op} {elems}, turn {turn}: {text}")
+    if whole[:shift].any() or whole[shift + elems :].any():
+        failed.append(f"all_reduce {name} {op} {elems}: wrote outside of the tensor")
+    return failed
+
+
 def chunks_body():
     torch, dist, rank, size = _start()
     import torch.distributed as c10d
@@ -142,18 +158,8 @@ def chunks_body():
         (2_400_000, 0, "max"),
     ):
         for kind, values in _kinds(torch, elems, elems + 10 * rank).items():
-            whole = torch.zeros(elems + shift + 3, device="cuda")
-            x = whole[shift : shift + elems]
-            expected = values.clone()
-            torch.ops.smd.all_reduce_(expected, op, 0)
-            for turn in range(3):
-                x.copy_(values)
-                torch.ops.smd.all_reduce_(x, op, 0)
-                if text := _differ(torch, x, expected):
-                    failed.append(f"all_reduce {kind} {op} {elems}, turn {turn}: {text}")
-            if whole[:shift].any() or whole[shift + elems :].any():
-                failed.append(f"all_reduce {kind} {op} {elems}: wrote outside of the tensor")
-    # Numbers of 16 bits, in chunks of as many elements.
+            failed += _all_reduces_in_chunks(torch, values, shift, op, kind)
+    # Numbers of 16 bits, up to the largest operation that runs in chunks.
     for dtype, elems, shift, op in (
         (torch.bfloat16, 5_000_003, 1, "sum"),
         (torch.bfloat16, 16_777_216, 0, "average"),
@@ -161,17 +167,8 @@ def chunks_body():
         (torch.float16, 6_291_456, 0, "sum"),
         (torch.float16, 9_000_001, 3, "average"),
     ):
-        whole = torch.zeros(elems + shift + 3, dtype=dtype, device="cuda")
-        x, values = whole[shift : shift + elems], _values(torch, dtype, elems, elems + 10 * rank)
-        expected = values.clone()
-        torch.ops.smd.all_reduce_(expected, op, 0)
-        for turn in range(3):
-            x.copy_(values)
-            torch.ops.smd.all_reduce_(x, op, 0)
-            if text := _differ(torch, x, expected):
-                failed.append(f"all_reduce {dtype} {op} {elems}, turn {turn}: {text}")
-        if whole[:shift].any() or whole[shift + elems :].any():
-            failed.append(f"all_reduce {dtype} {op} {elems}: wrote outside of the tensor")
+        values = _values(torch, dtype, elems, elems + 10 * rank)
+        failed += _all_reduces_in_chunks(torch, values, shift, op, dtype)
     # Many tensors in one coalesced call, more than one launch can take, some of them empty; with small calls before and
     # after.
     c10d.init_process_group("smddp", rank=rank, world_size=size)
