@@ -4,8 +4,8 @@
 
 One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can
 vary parameters that the library fixes. Shown for 100 MiB of random float32 values, of float32 values that fit bfloat16,
-and of bfloat16 values: microseconds alone, and the time that an exchange adds to matrix products that run at the same
-time.
+and of bfloat16 values: microseconds alone, also of NCCL's all-reduce, and the time that an exchange adds to matrix
+products that run at the same time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ CHUNKS = np.dtype(
     [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
 )
 
-#: Changes of the kernel's source. Unchanged, a warp loads four units before it continues.
+#: Changes of the kernel's source. Unchanged, a warp loads four units before it continues, and numbers of 16 bits are
+#: added in pairs.
 CODES = {
     "four units": {},
+    "float32": {"Packed<TYPE>::EXISTS": "false"},
     "two units": {"constexpr int UNROLL = 4;": "constexpr int UNROLL = 2;", "(THREADS, 1)": "(THREADS, 2)"},
 }
 CHANNELS = (8, 16, 24, 32, 48, 64, 96, 128)
@@ -49,7 +51,7 @@ def check(status: int, allowed: int = 0) -> None:
         raise RuntimeError(f"CUDA's driver or NVRTC returned error {status}")
 
 
-def compile_kernel(changes: dict[str, str], kind: str) -> bytes:
+def compile_kernel(changes: dict[str, str], kind: str, op: str) -> bytes:
     """Compiles the kernel for Hopper and a type of number.cuh, with changes of its source."""
     folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
     library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
@@ -63,7 +65,7 @@ def compile_kernel(changes: dict[str, str], kind: str) -> bytes:
             raise ValueError(f"chunks.cu has no `{before}`")
         text = text.replace(before, after)
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"chunks.cu", 0, None, None))
-    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", f"-DTYPE={kind}", "-DOP=Sum", "-DRANKS=2"]
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", f"-DTYPE={kind}", f"-DOP={op}", "-DRANKS=2"]
     check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
     check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)
@@ -74,8 +76,8 @@ def compile_kernel(changes: dict[str, str], kind: str) -> bytes:
 class Exchange:
     """Launches the kernel on both GPUs."""
 
-    def __init__(self, changes: dict[str, str], kind: str) -> None:
-        image = compile_kernel(changes, kind)
+    def __init__(self, changes: dict[str, str], kind: str, op: str) -> None:
+        image = compile_kernel(changes, kind, op)
         self.arenas, self.kernels, self.streams = [], [], []
         self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
         for device in range(2):
@@ -112,6 +114,18 @@ def synchronize() -> None:
         torch.cuda.synchronize(device)
 
 
+class Nccl:
+    """NCCL's all-reduce, which chooses its number of channels itself."""
+
+    def __init__(self, op: str) -> None:
+        # NCCL's numbers of its operations.
+        self.op = {"Sum": 0, "Average": 4}[op]
+        self.streams = [torch.cuda.Stream(device, priority=-1) for device in range(2)]
+
+    def __call__(self, tensors: list[torch.Tensor], channels: int) -> None:
+        torch.cuda.nccl.all_reduce(tensors, op=self.op, streams=self.streams)
+
+
 def timed(exchange: Callable[..., None], tensors: list[torch.Tensor], channels: int, count: int = 8) -> float:
     """Returns the microseconds of an exchange."""
     synchronize()
@@ -126,6 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=100, help="size of the tensors")
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="numbers of blocks")
+    parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES, help="variants of the kernel")
+    parser.add_argument("--op", default="Sum", choices=["Sum", "Average"], help="the reduction")
     arguments = parser.parse_args()
     elems = arguments.mebibytes << 18
     contexts = []
@@ -188,17 +204,19 @@ def main() -> None:
         alone[name] = statistics.median(found)
     print("products alone, ms:", {name: round(value, 2) for name, value in alone.items()}, flush=True)
     print(f"{'code':14}{'values':10}{'channels':>9}{'alone us':>10}" + "".join(f"{name:>22}" for name in graphs))
-    for code, changes in CODES.items():
-        exchanges = {torch.float32: Exchange(changes, "f32"), torch.bfloat16: Exchange(changes, "bf16")}
+    for code in ("NCCL", *arguments.codes):
         for kind, value in values.items():
-            exchange = exchanges[value.dtype]
+            if code == "NCCL":
+                exchange: Callable[..., None] = Nccl(arguments.op)
+            else:
+                exchange = Exchange(CODES[code], "bf16" if value.dtype == torch.bfloat16 else "f32", arguments.op)
             fresh = [value.to(f"cuda:{device}") for device in range(2)]
             tensors = [tensor * (device + 1) for device, tensor in enumerate(fresh)]
-            expected = (value + 2 * value).to("cuda:0")
+            reduced = (value + 2 * value).double() / (2 if arguments.op == "Average" else 1)
             exchange(tensors, 32)
             synchronize()
-            assert all(torch.equal(tensor, expected.to(tensor.device)) for tensor in tensors), (code, kind)
-            for channels in arguments.channels:
+            assert all(torch.equal(tensor.cpu(), reduced.to(value.dtype)) for tensor in tensors), (code, kind)
+            for channels in [0] if code == "NCCL" else arguments.channels:
                 # Both devices have the same values, so sums only double them: values that fit bfloat16 still do.
                 tensors = [tensor.clone() for tensor in fresh]
                 exchange(tensors, channels)
@@ -218,7 +236,8 @@ def main() -> None:
                         longer.append((duration(events) - alone[name]) * 1e3 / count)
                     row.append(f"{statistics.median(longer):14.0f} ({count:3})  ")
                 print(
-                    f"{code:14}{kind:10}{channels:9}{least:10.0f}" + "".join(f"{cell:>22}" for cell in row), flush=True
+                    f"{code:14}{kind:10}{channels or '':9}{least:10.0f}" + "".join(f"{cell:>22}" for cell in row),
+                    flush=True,
                 )
 
 

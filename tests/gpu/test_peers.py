@@ -127,6 +127,12 @@ def _kinds(torch, elems, salt):
     return {"full": full, "narrow": narrow, "mixed": torch.where(rows, full, narrow)}
 
 
+def _any_bits(torch, dtype, elems, salt):
+    """Values of any 16 bits: subnormal numbers, infinities and NaNs too."""
+    generator = torch.Generator().manual_seed(salt)
+    return torch.randint(-(1 << 15), 1 << 15, (elems,), dtype=torch.int16, generator=generator).view(dtype)
+
+
 def _all_reduces_in_chunks(torch, values, shift, op, name):
     """Reduces a part of a larger tensor three times; returns how results differ from the CPU's."""
     failed, elems = [], values.numel()
@@ -136,7 +142,9 @@ def _all_reduces_in_chunks(torch, values, shift, op, name):
     for turn in range(3):
         x.copy_(values)
         torch.ops.smd.all_reduce_(x, op, 0)
-        if text := _differ(torch, x, expected):
+        # A NaN must stay one, with any bits.
+        found, reduced = (torch.where(each.isnan(), torch.ones_like(each), each) for each in (x, expected))
+        if text := _differ(torch, found, reduced) or _differ(torch, x.isnan(), expected.isnan()):
             failed.append(f"all_reduce {name} {op} {elems}, turn {turn}: {text}")
     if whole[:shift].any() or whole[shift + elems :].any():
         failed.append(f"all_reduce {name} {op} {elems}: wrote outside of the tensor")
@@ -159,16 +167,21 @@ def chunks_body():
     ):
         for kind, values in _kinds(torch, elems, elems + 10 * rank).items():
             failed += _all_reduces_in_chunks(torch, values, shift, op, kind)
-    # Numbers of 16 bits, up to the largest operation that runs in chunks.
+    # Numbers of 16 bits.
     for dtype, elems, shift, op in (
         (torch.bfloat16, 5_000_003, 1, "sum"),
         (torch.bfloat16, 16_777_216, 0, "average"),
         (torch.bfloat16, 6_291_456, 8, "max"),
         (torch.float16, 6_291_456, 0, "sum"),
         (torch.float16, 9_000_001, 3, "average"),
+        (torch.bfloat16, 40_000_001, 0, "sum"),
     ):
         values = _values(torch, dtype, elems, elems + 10 * rank)
         failed += _all_reduces_in_chunks(torch, values, shift, op, dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        for op in ("sum", "average", "product", "max"):
+            values = _any_bits(torch, dtype, 5_000_000, rank)
+            failed += _all_reduces_in_chunks(torch, values, 0, op, f"any bits of {dtype}")
     # Many tensors in one coalesced call, more than one launch can take, some of them empty; with small calls before and
     # after.
     c10d.init_process_group("smddp", rank=rank, world_size=size)
@@ -211,6 +224,26 @@ def chunks_body():
 def test_large_tensors_equal_those_of_cpus_bit_by_bit():
     failed = run_ranks(chunks_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
     assert failed == [[]] * 2, "\n".join(line for rank in failed for line in rank)
+
+
+def kernels_body():
+    """The kernels of the device that large all-reduces run."""
+    torch, dist, _, _ = _start()
+    found = {}
+    for dtype, elems in ((torch.float32, 3_000_000), (torch.bfloat16, 6_000_000), (torch.float16, 60_000_000)):
+        x = torch.ones(elems, dtype=dtype, device="cuda")
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            dist.all_reduce(x)
+            torch.cuda.synchronize()
+        found[str(dtype)] = [event.key for event in profile.key_averages()]
+    return found
+
+
+def test_large_all_reduces_between_two_run_in_chunks():
+    for found in run_ranks(kernels_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60):
+        assert all("all_reduce_chunks" in kernels for kernels in found.values()), found
 
 
 def buckets_body():

@@ -48,7 +48,9 @@ pub(super) fn measure(
         let tuning = match algorithm {
             DeviceAlgorithm::OneShot { channels } => tuning(usize::MAX, channels),
             DeviceAlgorithm::TwoShot { channels } => tuning(0, channels),
-            DeviceAlgorithm::Chunks => KernelTuning { chunks_bytes: bytes, ..KernelTuning::NEVER },
+            DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits => {
+                KernelTuning { chunks_bytes: bytes, ..KernelTuning::NEVER }
+            }
             DeviceAlgorithm::Nccl => KernelTuning::NEVER,
         };
         let peers = match (algorithm, peers) {
@@ -59,9 +61,14 @@ pub(super) fn measure(
             }
             _ => continue,
         };
+        // Float32 as in reducers' buckets; reducers do not send 16 bits in chunks.
+        let (dtype, overlap) = match algorithm {
+            DeviceAlgorithm::ChunksOf16Bits => (DType::BFloat16, Overlap::Unknown),
+            _ => (DType::Float32, Overlap::Computation),
+        };
         let (ptr, device) = (buffer.ptr() as *mut u8, Device::Cuda(context.device()));
         // SAFETY: the memory belongs to this function and lives until the queued operations are complete or aborted.
-        let view = unsafe { TensorView::new(ptr, bytes / 4, DType::Float32, device, stream.raw()) }?;
+        let view = unsafe { TensorView::new(ptr, bytes / dtype.size(), dtype, device, stream.raw()) }?;
         let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
         // Numbers with non-zero low halves, for the chunked kernels. There are too few calls for the sums to
         // overflow.
@@ -69,10 +76,9 @@ pub(super) fn measure(
         unsafe { memory::fill(buffer.ptr(), FILLING, bytes, &stream) }?;
         let one = || -> Result<()> {
             match peers {
-                Some(peers) if algorithm == DeviceAlgorithm::Chunks => {
+                Some(peers) if matches!(algorithm, DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits) => {
                     // SAFETY: as below.
-                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), Overlap::Computation, &stream) }
-                        .map(drop)
+                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), overlap, &stream) }.map(drop)
                 }
                 // SAFETY: the views are of this device and live long enough, as above.
                 Some(peers) => unsafe { peers.queue(&request, &stream) }.map(drop),

@@ -33,6 +33,8 @@ pub(super) enum DeviceAlgorithm {
     },
     /// Used where it is possible.
     Chunks,
+    /// The same, of bfloat16 instead of float32.
+    ChunksOf16Bits,
     Nccl,
 }
 
@@ -142,7 +144,8 @@ fn calls() -> Vec<(usize, DeviceAlgorithm)> {
         }
         calls.push((bytes, DeviceAlgorithm::Nccl));
     }
-    calls.extend(large().flat_map(|bytes| [(bytes, DeviceAlgorithm::Chunks), (bytes, DeviceAlgorithm::Nccl)]));
+    let ways = [DeviceAlgorithm::Chunks, DeviceAlgorithm::ChunksOf16Bits, DeviceAlgorithm::Nccl];
+    calls.extend(large().flat_map(|bytes| ways.map(|algorithm| (bytes, algorithm))));
     calls
 }
 
@@ -190,11 +193,20 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
     let peers = channels.map(|channels| {
         let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
         let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, DeviceAlgorithm::Nccl)?));
-        // For sizes above those, one algorithm serves all.
-        let faster = |bytes: usize| Some(time(bytes, DeviceAlgorithm::Chunks)? <= time(bytes, DeviceAlgorithm::Nccl)?);
-        let in_chunks = large().all(|bytes| faster(bytes) == Some(true));
-        let chunks_bytes = if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX };
-        KernelTuning { one_shot_bytes: one_shot, peer_bytes, channels, chunks_bytes }
+        // For sizes above those, one algorithm serves all numbers of a type: the one with the smaller mean logarithm.
+        // NCCL's time depends on the bytes alone.
+        let least_in_chunks = |algorithm| {
+            let ratio = |bytes: usize| Some((time(bytes, algorithm)? / time(bytes, DeviceAlgorithm::Nccl)?).ln());
+            let in_chunks = large().map(ratio).sum::<Option<f64>>().is_some_and(|logs| logs <= 0.0);
+            if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX }
+        };
+        KernelTuning {
+            one_shot_bytes: one_shot,
+            peer_bytes,
+            channels,
+            chunks_bytes: least_in_chunks(DeviceAlgorithm::Chunks),
+            chunks_of_16_bits_bytes: least_in_chunks(DeviceAlgorithm::ChunksOf16Bits),
+        }
     });
     let chosen = |bytes: usize| match peers {
         Some(tuning) if tuning.chunks_bytes <= bytes => time(bytes, DeviceAlgorithm::Chunks),
@@ -218,11 +230,17 @@ fn describe(kept: &StoredDecision) -> String {
         bytes => format!("{} KiB", bytes >> 10),
     };
     let peers = match choice.peers {
-        Some(KernelTuning { one_shot_bytes, peer_bytes, channels, chunks_bytes }) => format!(
-            "one shot up to {}, between peers up to {}, {channels} channels, {}",
-            size(one_shot_bytes),
-            size(peer_bytes),
-            if chunks_bytes == usize::MAX { "the rest by NCCL" } else { "large ones in chunks" }
+        Some(tuning) => format!(
+            "one shot up to {}, between peers up to {}, {} channels, {}",
+            size(tuning.one_shot_bytes),
+            size(tuning.peer_bytes),
+            tuning.channels,
+            match (tuning.chunks_bytes, tuning.chunks_of_16_bits_bytes) {
+                (usize::MAX, usize::MAX) => "the rest by NCCL",
+                (_, usize::MAX) => "large ones of float32 in chunks",
+                (usize::MAX, _) => "large ones of 16 bits in chunks",
+                _ => "large ones in chunks",
+            }
         ),
         None => "no direct algorithm between peers".to_owned(),
     };
@@ -267,7 +285,7 @@ mod tests {
                 // More channels help large messages up to 64.
                 DeviceAlgorithm::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
                 DeviceAlgorithm::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
-                DeviceAlgorithm::Chunks => line(20.0, 400.0, bytes),
+                DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits => line(20.0, 400.0, bytes),
                 DeviceAlgorithm::Nccl => line(36.0, 350.0, bytes),
             };
             Sample { bytes, algorithm, micros }
@@ -309,7 +327,21 @@ mod tests {
         // Chunks would be by far the fastest for 16 MiB, but not for all that is large.
         chunks.for_each(|sample| sample.micros *= if sample.bytes == 16 << 20 { 0.1 } else { 10.0 });
         let choice = choose(&samples).unwrap();
-        assert_eq!((choice.peers.unwrap().chunks_bytes, choice.bucket_bytes), (usize::MAX, 64 << 20));
+        let peers = choice.peers.unwrap();
+        assert_eq!((peers.chunks_bytes, choice.bucket_bytes), (usize::MAX, 64 << 20));
+        assert_eq!(peers.chunks_of_16_bits_bytes, (8 << 20) + 1, "numbers of 16 bits have their own times");
+    }
+
+    #[test]
+    fn numbers_of_16_bits_may_stay_with_nccl() {
+        let mut samples = machine(true);
+        let half = samples.iter_mut().filter(|sample| sample.algorithm == DeviceAlgorithm::ChunksOf16Bits);
+        half.for_each(|sample| sample.micros *= 2.0);
+        let choice = choose(&samples).unwrap();
+        let peers = choice.peers.unwrap();
+        assert_eq!((peers.chunks_bytes, peers.chunks_of_16_bits_bytes), ((8 << 20) + 1, usize::MAX));
+        let text = describe(&StoredDecision { device: "NVIDIA H200".into(), members: 2, choice });
+        assert!(text.contains("large ones of float32 in chunks"), "{text}");
     }
 
     #[test]

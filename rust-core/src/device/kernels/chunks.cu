@@ -31,16 +31,29 @@ static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 n
   return slots + blockIdx.x * SLOTS + number % SLOTS;
 }
 
+// Whether two numbers of 16 bits are reduced at once. Their results have the bits of Element and OP, also where these
+// round twice, to float32 and to TYPE: float32 has more than twice TYPE's bits of precision (Figueroa, "When is double
+// rounding innocuous?", 1995). Instructions that compute a NaN all return the same one. Min and Max return one of their
+// numbers instead, so a NaN keeps its bits there.
+constexpr bool IS_PACKED = Packed<TYPE>::EXISTS && (IS_SAME<OP, Sum> || IS_SAME<OP, Average>);
+
 // COL-1: member 0's number comes first.
 static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &theirs, bool mine_first) {
   Lanes first, second, result;
   first.vector = mine_first ? own : theirs;
   second.vector = mine_first ? theirs : own;
+  const auto reduced = [&](int lane) {
+    const auto number = OP::of(Element<TYPE>::widen(first.values[lane]), Element<TYPE>::widen(second.values[lane]));
+    return OP::finish(number, RANKS);
+  };
+  if constexpr (IS_PACKED) {
 #pragma unroll
-  for (int lane = 0; lane < LANES; ++lane) {
-    const auto reduced =
-        OP::of(Element<TYPE>::widen(first.values[lane]), Element<TYPE>::widen(second.values[lane]));
-    result.values[lane] = Element<TYPE>::narrow(OP::finish(reduced, RANKS));
+    for (int word = 0; word < WORDS; ++word)
+      result.words[word] = IS_SAME<OP, Sum> ? Packed<TYPE>::sum(first.words[word], second.words[word])
+                                            : Packed<TYPE>::narrow(reduced(2 * word), reduced(2 * word + 1));
+  } else {
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) result.values[lane] = Element<TYPE>::narrow(reduced(lane));
   }
   return result.vector;
 }

@@ -120,3 +120,44 @@ struct BitXor {
   template <typename T> static __device__ T of(T a, T b) { return a ^ b; }
   template <typename T> static __device__ T finish(T value, int) { return value; }
 };
+
+// Two numbers of 16 bits in a word. EXISTS is false where the device or T has no instructions for them.
+template <typename T> struct Packed {
+  static constexpr bool EXISTS = false;
+  static __device__ u32 sum(u32 a, u32 b);
+  static __device__ u32 narrow(f32 low, f32 high);
+};
+
+#if __CUDA_ARCH__ >= 800
+template <> struct Packed<f16> {
+  static constexpr bool EXISTS = true;
+  static __device__ u32 sum(u32 a, u32 b) {
+    u32 sums;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+    return sums;
+  }
+  static __device__ u32 narrow(f32 low, f32 high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+};
+
+template <> struct Packed<bf16> {
+  static constexpr bool EXISTS = true;
+  static __device__ u32 sum(u32 a, u32 b) {
+    const u32 ones = 0x3f803f80;
+    u32 sums;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(ones), "r"(b));
+    return sums;
+  }
+  static __device__ u32 narrow(f32 low, f32 high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+};
+#endif
+
+template <typename A, typename B> constexpr bool IS_SAME = false;
+template <typename A> constexpr bool IS_SAME<A, A> = true;

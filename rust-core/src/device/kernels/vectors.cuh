@@ -3,11 +3,12 @@
 
 #include "number.cuh"
 
-constexpr int LANES = 16 / sizeof(TYPE);
+constexpr int LANES = 16 / sizeof(TYPE), WORDS = 4;
 
 union Lanes {
   Vector vector;
   TYPE values[LANES];
+  u32 words[WORDS];
   __device__ Lanes() {}
 };
 

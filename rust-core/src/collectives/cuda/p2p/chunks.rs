@@ -83,10 +83,6 @@ impl ChunkLayout {
     }
 }
 
-/// Largest operation on numbers of 16 bits, in bytes, that is not left to NCCL. The arithmetic takes longer than that of
-/// float32, so NCCL catches up at this size; with the fewer blocks that reducers use, it is faster.
-const MOST_OF_16_BITS: usize = 32 << 20;
-
 /// Largest number of blocks of a launch; there are slots for that many.
 const CHANNELS: usize = 64;
 
@@ -153,25 +149,23 @@ impl Peers {
         };
         ChunkLayout::of(self.size)
             .and_then(|layout| layout.operation(requests))
-            .is_some_and(|(dtype, _)| self.in_chunks(dtype, overlap).contains(&requests.iter().map(bytes).sum()))
+            .is_some_and(|(dtype, _)| requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(dtype, overlap))
     }
 
-    /// Sizes of operations, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
+    /// Smallest operation, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
     /// for numbers with full float32 precision. There, the chunked kernels run only the buckets of reducers, whose
-    /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too.
-    fn in_chunks(&self, dtype: DType, overlap: Overlap) -> RangeInclusive<usize> {
-        let least = match overlap {
-            _ if self.size == 2 => self.tuning().chunks_bytes,
-            _ if self.tuning().peer_bytes == 0 => usize::MAX,
+    /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too. Numbers of
+    /// 16 bits cannot be halved, and with the fewer blocks of a reducer's launch, NCCL is as fast.
+    fn least_in_chunks(&self, dtype: DType, overlap: Overlap) -> usize {
+        let tuning = self.tuning();
+        match overlap {
+            Overlap::Unknown if dtype != DType::Float32 => tuning.chunks_of_16_bits_bytes,
+            Overlap::Computation | Overlap::Nothing if dtype != DType::Float32 => usize::MAX,
+            _ if self.size == 2 => tuning.chunks_bytes,
+            _ if tuning.peer_bytes == 0 => usize::MAX,
             Overlap::Unknown => usize::MAX,
             Overlap::Computation | Overlap::Nothing => self.piece_bytes().max(CHUNKS_ABOVE) + 1,
-        };
-        let most = match overlap {
-            _ if dtype == DType::Float32 => usize::MAX,
-            Overlap::Unknown => MOST_OF_16_BITS,
-            Overlap::Computation | Overlap::Nothing => 0,
-        };
-        least..=most
+        }
     }
 
     /// Queues `requests`, which [`Peers::accepts_chunks`], into `stream`. Returns the number of calls so far, as

@@ -20,9 +20,12 @@ pub struct KernelTuning {
     pub peer_bytes: usize,
     /// Largest number of blocks of a launch; each synchronises with one block of every peer.
     pub channels: u32,
-    /// Smallest operation between two members, in bytes, that the chunked kernels run.
+    /// Smallest operation on float32 between two members, in bytes, that the chunked kernels run.
     #[serde(default = "never")]
     pub chunks_bytes: usize,
+    /// The same for numbers of 16 bits, if the caller is no reducer.
+    #[serde(default = "never")]
+    pub chunks_of_16_bits_bytes: usize,
 }
 
 fn never() -> usize {
@@ -31,7 +34,13 @@ fn never() -> usize {
 
 impl KernelTuning {
     /// Sizes with which NCCL runs every message.
-    pub const NEVER: Self = Self { one_shot_bytes: 0, peer_bytes: 0, channels: 1, chunks_bytes: usize::MAX };
+    pub const NEVER: Self = Self {
+        one_shot_bytes: 0,
+        peer_bytes: 0,
+        channels: 1,
+        chunks_bytes: usize::MAX,
+        chunks_of_16_bits_bytes: usize::MAX,
+    };
 
     /// Default sizes for NVLink, for a group of `size`.
     pub fn usual(size: usize, peer_bytes: usize) -> Self {
@@ -43,7 +52,7 @@ impl KernelTuning {
             _ => 256 << 10,
         };
         let chunks_bytes = if size == 2 { peer_bytes.max(CHUNKS_ABOVE).saturating_add(1) } else { usize::MAX };
-        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes }
+        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes, chunks_of_16_bits_bytes: chunks_bytes }
     }
 }
 
