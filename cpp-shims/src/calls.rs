@@ -341,7 +341,7 @@ pub fn fail_next(group: u64, message: &str) -> Result<(), Report> {
     guard(|| {
         let communicator = session::current("fail_next")?.communicator(group)?;
         // A rank that failed has its own error already.
-        communicator.fail_next(message.to_owned(), Box::new(|_| {}));
+        communicator.fail_next(message, Box::new(|_| {}));
         Ok(())
     })
 }

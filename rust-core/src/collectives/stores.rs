@@ -67,12 +67,15 @@ const WORTHWHILE: f32 = 0.9;
 #[derive(Debug)]
 pub(crate) struct StoreChooser {
     copies: [Copy; 2],
+    /// Whether the copies differ.
+    has_choice: bool,
     classes: Mutex<[[StoreTrials; SIZE_CLASSES]; 2]>,
 }
 
 impl Default for StoreChooser {
     fn default() -> Self {
-        Self::with_copies([streaming_copy::plain, streaming_copy::stream])
+        let copies: [Copy; 2] = [streaming_copy::plain, streaming_copy::stream];
+        Self { has_choice: streaming_copy::HAS_STREAMING_STORES, ..Self::with_copies(copies) }
     }
 }
 
@@ -138,7 +141,7 @@ fn size_class(bytes: usize) -> Option<usize> {
 
 impl StoreChooser {
     pub(crate) fn with_copies(copies: [Copy; 2]) -> Self {
-        Self { copies, classes: Mutex::default() }
+        Self { copies, has_choice: true, classes: Mutex::default() }
     }
 
     /// Begins a chunk of a call. All members call it for each chunk, with equal arguments.
@@ -147,7 +150,7 @@ impl StoreChooser {
     pub(crate) fn chunk(&self, purpose: Purpose, call_bytes: usize, bytes: usize) -> ChunkStores<'_> {
         let mut chunk =
             ChunkStores { chooser: self, purpose, call_bytes, bytes, chosen: Stores::Ordinary, trial: None };
-        if let Some(class) = size_class(call_bytes).filter(|_| streaming_copy::HAS_STREAMING_STORES) {
+        if let Some(class) = size_class(call_bytes).filter(|_| self.has_choice) {
             let mut classes = self.classes.lock();
             let trials = &mut classes[purpose as usize][class];
             chunk.chosen = trials.chosen;
@@ -243,6 +246,11 @@ impl ChunkStores<'_> {
 mod tests {
     use super::*;
 
+    /// Streaming stores or not, a choice between them.
+    fn chooser() -> StoreChooser {
+        StoreChooser::with_copies([streaming_copy::plain, streaming_copy::stream])
+    }
+
     /// Calls of one member in which each kind needs the given nanoseconds; returns the number until `wanted` is chosen.
     fn calls_until(chooser: &StoreChooser, wanted: Stores, nanoseconds: [u64; 2]) -> usize {
         for call in 0..100 {
@@ -262,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_change_is_followed_within_fifty_calls() {
-        let chooser = StoreChooser::default();
+        let chooser = chooser();
         assert!(calls_until(&chooser, Stores::Streaming, [2000, 1000]) < 15);
         assert!(calls_until(&chooser, Stores::Ordinary, [500, 1000]) < 50);
         assert!(calls_until(&chooser, Stores::Streaming, [2000, 1000]) < 50);
@@ -270,7 +278,7 @@ mod tests {
 
     #[test]
     fn nearly_equal_times_and_single_slow_calls_change_nothing() {
-        let chooser = StoreChooser::default();
+        let chooser = chooser();
         for call in 0..200 {
             let times = chooser.times(Purpose::Reduce, 64 << 10);
             chooser.choose(Purpose::Reduce, 64 << 10, [times].into_iter());
@@ -288,7 +296,7 @@ mod tests {
 
     #[test]
     fn the_slowest_member_counts() {
-        let chooser = StoreChooser::default();
+        let chooser = chooser();
         let word = |ordinary: f32, streaming: f32| u64::from(streaming.to_bits()) << 32 | u64::from(ordinary.to_bits());
         let chosen = || chooser.chosen(Purpose::Move, 1 << 20);
         // The writer of a broadcast is faster with streaming stores, and its readers are slower.
@@ -306,7 +314,7 @@ mod tests {
     #[test]
     fn all_bytes_of_a_chunk_are_copied_once() {
         let source: Vec<u8> = (0..100_000u32).map(|at| (at % 251) as u8).collect();
-        let chooser = StoreChooser::default();
+        let chooser = chooser();
         for bytes in [0, 1, 63, 4096, 5000, 40_000, 99_999] {
             for _ in 0..20 {
                 let chunk = chooser.chunk(Purpose::Reduce, 64 << 10, 64 << 10);

@@ -224,6 +224,17 @@ impl Monitor {
         self.seen.lock().first_failure().map(|(rank, _, how)| (rank, how.clone()))
     }
 
+    /// Adds the first failure to this rank's reason for an error that others will get, unless the reason names it. This
+    /// rank may have an error because of it, and the others may share no operation with the rank that failed first.
+    pub fn with_cause(&self, reason: &str) -> String {
+        match self.seen.lock().first_failure() {
+            Some((rank, _, cause)) if rank != self.me() && !reason.contains(&format!("rank {rank} ")) => {
+                format!("{reason}, after rank {rank} {cause}")
+            }
+            _ => reason.to_owned(),
+        }
+    }
+
     /// Returns when the departure of `rank` was reported, if it was.
     pub fn departure_time(&self, rank: usize) -> Option<Instant> {
         self.seen.lock().departed.get(&rank).map(|(_, _, time)| *time)
@@ -296,6 +307,9 @@ mod tests {
             text(&[0, 6]),
             "rank 6 failed (out of memory) after rank 3 died (killed by signal 9) while rank 0 was in barrier"
         );
+        assert_eq!(monitor.with_cause("it raised"), "it raised, after rank 3 died (killed by signal 9)");
+        assert_eq!(monitor.with_cause("rank 3 died"), "rank 3 died");
+        assert_eq!(Monitor::new(0).with_cause("it raised"), "it raised");
     }
 
     #[test]

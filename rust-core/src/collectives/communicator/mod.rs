@@ -351,10 +351,15 @@ impl Communicator {
     }
 
     /// Fails the group's next operation instead of taking part in it. The other members' next operation ends with
-    /// [`Error::PeerFailed`] carrying `message`. The group stays usable. With shared memory, `done` is called without
-    /// waiting for the others.
-    pub fn fail_next(self: &Arc<Self>, message: String, done: Done) {
-        self.shared.queue(QueuedOperation::Fail(message), done);
+    /// [`Error::PeerFailed`] carrying `message`, with the cause that [`Communicator::with_cause`] adds. The group stays
+    /// usable. With shared memory, `done` is called without waiting for the others.
+    pub fn fail_next(self: &Arc<Self>, message: &str, done: Done) {
+        self.shared.queue(QueuedOperation::Fail(self.with_cause(message)), done);
+    }
+
+    /// See [`Monitor::with_cause`].
+    pub fn with_cause(&self, reason: &str) -> String {
+        self.shared.monitor.with_cause(reason)
     }
 
     /// Ends the worker thread. Queued operations fail with [`Error::Closed`], and so does a running one that waits.

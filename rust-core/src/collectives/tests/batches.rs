@@ -78,7 +78,7 @@ pub(super) fn batches_fail_as_one(make: MakeTransports) {
             let (sender, receiver) = channel();
             let done = Box::new(move |result| sender.send(result).unwrap());
             match (round, me) {
-                (1, 2) => communicator.fail_next("it has no batch".into(), done),
+                (1, 2) => communicator.fail_next("it has no batch", done),
                 _ => communicator.submit_batch(requests, None, done),
             }
             let outcome = receiver.recv_timeout(TIMEOUT).unwrap();

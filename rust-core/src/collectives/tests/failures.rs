@@ -51,7 +51,7 @@ pub(super) fn failing_members_are_named(make: MakeTransports) {
             if me == 1 {
                 let (sender, receiver) = channel();
                 let done = Box::new(move |result: Result<_>| sender.send(result).unwrap());
-                communicator.fail_next("no gradient for `w`".into(), done);
+                communicator.fail_next("no gradient for `w`", done);
                 return receiver.recv_timeout(TIMEOUT).unwrap().map(|_| String::new());
             }
             let error = communicator.run(&Request::Broadcast { data: data.view(), root: 0 }).unwrap_err();
@@ -72,6 +72,17 @@ pub(super) fn failing_members_are_named(make: MakeTransports) {
         assert!(outcomes[0].to_string().starts_with("rank 2 failed (all_reduce: complex64 values have no order"));
     }
     on_all(&job, |_, communicator| communicator.run(&Request::Barrier).unwrap());
+    // The failure of a rank of another group, of which only one member has heard so far.
+    job.monitors[1].report(5, Departure::Died { detail: "killed by signal 9".into() });
+    let outcomes = on_all(&job, |me, communicator| match me {
+        1 => {
+            communicator.fail_next("its step ended with an exception", Box::new(|_| {}));
+            String::new()
+        }
+        _ => communicator.run(&Request::Barrier).unwrap_err().to_string(),
+    });
+    let text = "rank 1 failed (its step ended with an exception, after rank 5 died (killed by signal 9)) while rank 2";
+    assert!(outcomes[2].starts_with(text), "{}", outcomes[2]);
 }
 
 /// Members that have arrived leave the barrier together; a missing member is named, and takes part in the next call.

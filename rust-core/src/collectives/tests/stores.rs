@@ -38,7 +38,6 @@ fn choices(job: &TestGroup, purpose: Purpose) -> Vec<Stores> {
 
 #[test]
 #[cfg_attr(miri, ignore)]
-#[cfg(target_arch = "x86_64")]
 fn the_choice_follows_the_faster_stores_within_fifty_calls() {
     let elems = 16 << 10;
     for size in [2, 3] {

@@ -172,6 +172,7 @@ impl Reducer {
 
     /// Ends the group's reductions on devices, because this member has not queued all of a step (RED-7).
     pub(super) fn end_devices(&self, message: &str, is_round: bool) {
+        let message = self.communicator.with_cause(message);
         // The caller of rounds drops this reducer by itself.
         let (step, remedy) = match is_round {
             true => ("round of gradients", ""),

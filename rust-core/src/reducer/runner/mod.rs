@@ -305,7 +305,7 @@ impl Reducer {
                 let own_error = Error::InvalidArgument(message.clone());
                 // Whatever the result, the others have received the error or have died; this rank reports its own
                 // error.
-                self.communicator.fail_next(message, Box::new(move |_| reducer.answered(id, None, Err(own_error))));
+                self.communicator.fail_next(&message, Box::new(move |_| reducer.answered(id, None, Err(own_error))));
             }
             ReducerAction::Reduce(id, bucket, layout, offset_bytes, (dtype, op)) => {
                 let planned = &layout.plan.buckets()[bucket];
