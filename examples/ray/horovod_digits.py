@@ -18,8 +18,8 @@ import ray
 from horovod.ray import RayExecutor, ray_logger
 
 
-def train(epochs: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
-    """What each worker runs. Returns the loss of each step and the accuracy on what was held back."""
+def train(epochs: int, batch_size: int, learning_rate: float, use_gpu: bool = False) -> dict[str, Any]:
+    """What each worker runs, on a GPU if it has one to use. Returns the loss of each step and the accuracy on what was held back."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
@@ -27,11 +27,12 @@ def train(epochs: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
     import horovod.torch as hvd
 
     hvd.init()
+    device = torch.device("cuda", hvd.local_rank()) if use_gpu else torch.device("cpu")
     torch.manual_seed(1)
     digits = load_digits()
-    images = torch.tensor(digits.data / 16, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)
+    labels = torch.tensor(digits.target, device=device)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -74,7 +75,7 @@ def main() -> None:
     try:
         results = executor.run(
             train,
-            args=[options.epochs, options.batch_size, options.learning_rate],
+            args=[options.epochs, options.batch_size, options.learning_rate, options.use_gpu],
             callbacks=[lambda record: print(f"epoch {record['epoch']}: loss {record['loss']:.4f}", flush=True)],
         )
     finally:

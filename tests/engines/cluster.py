@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from support import launchers
@@ -32,8 +33,10 @@ _PATIENCE = 300.0
 class RayCluster:
     """A cluster from `with` on until its end. The first node is the head."""
 
-    def __init__(self, cpus: list[int]) -> None:
+    def __init__(self, cpus: list[int], gpus: list[list[int]] | None = None) -> None:
+        """Takes the number of CPUs of each node, and the indices of its GPUs."""
         self._cpus = cpus
+        self._gpus = gpus or [[] for _ in cpus]
         # Paths of sockets have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         (self.folder / "tmp").mkdir()
@@ -59,8 +62,8 @@ class RayCluster:
 
     def __enter__(self) -> RayCluster:
         try:
-            for cpus in self._cpus:
-                self.add(cpus)
+            for cpus, gpus in zip(self._cpus, self._gpus, strict=True):
+                self.add(cpus, gpus)
         except BaseException:
             self.__exit__()
             raise
@@ -82,12 +85,12 @@ class RayCluster:
                     os.kill(pid, signal.SIGKILL)
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def add(self, cpus: int) -> int:
+    def add(self, cpus: int, gpus: Sequence[int] = ()) -> int:
         """Starts a node, waits until the cluster has it, and returns its number."""
         number = len(self.nodes)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
         command += ["--node-ip-address", f"127.0.0.{number + 1}", "--object-store-memory", str(100 << 20)]
-        command += ["--disable-usage-stats"]
+        command += ["--disable-usage-stats", "--num-gpus", str(len(gpus))]
         if number == 0:
             port = _free_port()
             self.address = f"127.0.0.1:{port}"
@@ -99,6 +102,7 @@ class RayCluster:
             command += ["--address", self.address]
         output = (self.folder / f"node{number}.txt").open("wb")
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         node = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
