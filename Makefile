@@ -29,7 +29,7 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-aarch64 test-python test-newest test-install test-trainer matrix matrix-ends format generated develop wheel release \
+.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-aarch64 test-python test-newest test-install test-trainer matrix matrix-ends test-ends format generated develop wheel release \
 	clean docs torch-suite test-engines test-clients build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
@@ -119,8 +119,11 @@ matrix: $(STAMPS)/develop ## A short suite with every version of PyTorch and Ten
 matrix-ends: $(STAMPS)/develop ## The same with the newest and the oldest of each, but those that `make test` runs with
 	$(BIN)/python tests/matrix/matrix.py --ends $(ARGS)
 
+test-ends: $(STAMPS)/uv $(STAMPS)/develop ## Collectives, DDP and the tape with the newest and the oldest PyTorch and TensorFlow, but those that `make test` runs with
+	$(BIN)/python tests/matrix/matrix.py --ends --parts collectives DDP tape --keep-page $(ARGS)
+
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm, of three MPIs and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
-	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/ray_example_jobs.py tests/engines/spark_jobs.py \
+	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/ray_gpu_jobs.py tests/engines/ray_example_jobs.py tests/engines/spark_jobs.py \
 		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py tests/engines/mpi_jobs.py $(ARGS)
 
@@ -194,6 +197,11 @@ $(STAMPS)/base: $(CONSTRAINTS) | $(STAMPS)/venv
 # The stamps of pip form a chain: two pips at once would trip over each other.
 $(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/base
 	$(PIP) torch numpy
+	@touch $@
+
+# It installs an environment in a quarter of pip's time.
+$(STAMPS)/uv: $(CONSTRAINTS) | $(STAMPS)/base
+	$(PIP) uv
 	@touch $@
 
 # tf-keras asks for the package `tensorflow`, which is a second copy of tensorflow-cpu.

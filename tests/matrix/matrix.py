@@ -5,7 +5,7 @@ is installed meanwhile, so two need room at a time. With `uv` on PATH, or as a m
 otherwise by `venv` and pip. Matrices of different frameworks or Pythons may run side by side.
 
 Usage: matrix.py [--only torch==2.15 tensorflow==2.16 | --ends] [--python python3.11] [--prebuilt] [--wheel FILE]
-                 [--parts collectives DDP] [--keep]
+                 [--parts collectives DDP] [--keep] [--keep-page]
 
 With `--prebuilt`, each version's operator library is built for shipping, put into the package, and used by the suite, which then
 finds no compiler. `make release` takes it from there. With `--wheel`, the suite runs with what is installed from that file, not
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -181,6 +181,11 @@ def versions() -> Iterator[Version]:
             yield Version(framework, f"{major}.{minor}")
 
 
+def with_parts(known: Iterable[Version], parts: list[str]) -> list[Version]:
+    """Those of `known` whose suite has one of these parts; all without parts."""
+    return [version for version in known if not parts or set(parts) & set(SUITES[version.framework])]
+
+
 def make(version: Version, python: str, wheel: Path | None) -> Path:
     """An environment with `version`, and with the wheel if there is one; returns its Python."""
     folder = FOLDER / f"{version.framework}-{version.number}-{Path(python).name}"
@@ -200,10 +205,11 @@ def make(version: Version, python: str, wheel: Path | None) -> Path:
 
 
 def _uv() -> list[str]:
-    if shutil.which("uv"):
-        return ["uv"]
+    # Without its cache, which would keep several GB for each version.
     known = subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True, check=False)
-    return [sys.executable, "-m", "uv"] if known.returncode == 0 else []
+    if known.returncode == 0:
+        return [sys.executable, "-m", "uv", "--no-cache"]
+    return ["uv", "--no-cache"] if shutil.which("uv") else []
 
 
 def build(python: Path, framework: str, is_shipped: bool, is_installed: bool) -> None:
@@ -315,13 +321,14 @@ def main() -> int:
     parser.add_argument(
         "--ends", action="store_true", help="of each framework the newest and the oldest, but pinned ones"
     )
-    parser.add_argument("--parts", nargs="+", default=[], help="of the suite, such as `DDP` (default: all)")
+    parser.add_argument("--parts", nargs="+", default=[], help="of the suites, such as `DDP` (default: all)")
     parser.add_argument("--prebuilt", action="store_true", help="build libraries for shipping, and test those")
     parser.add_argument("--wheel", type=Path, help="test what is installed from this file")
     parser.add_argument("--python", default=sys.executable, help="of the environments (default: this one)")
     parser.add_argument("--keep", action="store_true", help="keep the environments, of up to 8 GB each")
+    parser.add_argument("--keep-page", action="store_true", help="do not write the outcomes into the support matrix")
     options = parser.parse_args()
-    known = ends() if options.ends else list(versions())
+    known = with_parts(ends() if options.ends else versions(), options.parts)
     by_name = {str(version): version for version in known}
     chosen = [by_name[name] for name in options.only or by_name if name in by_name]
     if not chosen or (options.only and len(chosen) < len(options.only)):
@@ -339,7 +346,8 @@ def main() -> int:
                 build(python, version.shim, options.prebuilt, wheel is not None)
             given = environment(wheel is not None, has_compiler=not options.prebuilt and not wheel)
             outcomes, held = run(python, version.framework, given, options.parts)
-            write(version.framework, row(version.framework, outcomes, held))
+            if not options.keep_page:
+                write(version.framework, row(version.framework, outcomes, held))
             failed += [
                 f"{version}: {part} {outcome}" for part, outcome in outcomes.items() if outcome not in ("yes", NOT_RUN)
             ]

@@ -166,3 +166,5 @@ def test_the_ends_of_the_support_window():
     matrix = _module(ROOT / "tests/matrix/matrix.py")
     names = list(map(str, matrix.ends()))
     assert names == ["torch==2.15", "torch==2.9", "tensorflow==2.20", "tensorflow==2.16", "keras==3.14", "keras==3.5"]
+    assert list(map(str, matrix.with_parts(matrix.ends(), ["collectives", "fit"]))) == names
+    assert list(map(str, matrix.with_parts(matrix.ends(), ["collectives"]))) == names[:4]
