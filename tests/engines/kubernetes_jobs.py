@@ -16,15 +16,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from leftovers import files_left, shared_memory
+import processes
+from leftovers import files_left, processes_left, shared_memory
 
-from support import hosts, launchers
+from support import forks, hosts, launchers
 
 #: Packages with the schemas.
 PACKAGES = ("kubernetes_validate", "kubeflow_trainer_api", "kubeflow", "yaml")
@@ -35,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "examples" / "kubernetes"
 #: The version of Kubernetes whose schemas are used.
 KUBERNETES = "1.34"
+#: What all manifests run.
+TRAIN = "examples/resumable_digits.py"
 
 
 def load(name):
@@ -93,22 +97,28 @@ def test_the_job_of_the_trainer_has_its_form():
     assert read.to_dict() == document
 
 
-def start_pods(commands, environments):
+@dataclass(frozen=True)
+class Pod:
+    """The command of a pod's container, and the variables that the operator and the manifest set."""
+
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    #: Whether its first process has the id 1, as it has unless the containers share a PID namespace.
+    has_own_ids: bool = False
+
+
+def start_pods(pods):
     """Starts the pods' commands at the same time."""
     own = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
     own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}"
-    return [
-        subprocess.Popen(
-            command, env={**own, **environment}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for command, environment in zip(commands, environments, strict=True)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return [subprocess.Popen(pod.command, env={**own, **pod.variables}, cwd=ROOT, text=True, **pipes) for pod in pods]
 
 
-def rank_of(pod):
-    """Id of the process that trains: that of the pod, or the one that this starts in another PID namespace."""
-    children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
-    return int(children[0]) if "unshare" in pod.args else pod.pid
+def first_of(process):
+    """Id of the first process of a pod, which gets its signals: `unshare` starts it in a PID namespace of its own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[0]) if "unshare" in process.args else process.pid
 
 
 class Reader(threading.Thread):
@@ -139,21 +149,21 @@ class Reader(threading.Thread):
             time.sleep(0.02)
 
 
-def run_pods(commands, environments):
+def run_pods(pods):
     """The outputs of the pods' commands, which run at the same time."""
-    pods = start_pods(commands, environments)
+    started = start_pods(pods)
     try:
-        outputs = [pod.communicate(timeout=150)[0] for pod in pods]
+        outputs = [each.communicate(timeout=150 * forks.patience)[0] for each in started]
     finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0] * len(pods), "\n".join(outputs)
+        for each in started:
+            each.kill()
+    assert [each.returncode for each in started] == [0] * len(pods), "\n".join(outputs)
     return outputs
 
 
 def check_training(outputs):
     """The two ranks train as one process does."""
-    (one,) = run_pods([[sys.executable, "examples/resumable_digits.py", "--epochs", "3"]], [{}])
+    (one,) = run_pods([Pod([sys.executable, TRAIN, "--epochs", "3"])])
     expected = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", one, re.MULTILINE)]
     found = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", "\n".join(outputs), re.MULTILINE)]
     assert len(expected) == 3
@@ -171,144 +181,199 @@ def container(document, *path):
     return pod_spec(document, *path)["containers"][0]
 
 
-def before_the_command(pod):
-    """What starts the command of a container: unless the pod shares a PID namespace, its process is the first one of its own."""
-    return [] if pod.get("shareProcessNamespace") else ["unshare", "--pid", "--fork", "--kill-child"]
-
-
 @pytest.fixture
 def secret():
     return {"SMD_SECRET": secrets.token_hex(16)}
 
 
 def indexed_job(arguments, secret, size=2, master="localhost"):
-    """Commands and variables of the pods of the Job."""
+    """The pods of the Job."""
     document = load("job.yaml")[1]
     pod = container(document, "spec")
     command = [part.replace("--checkpoints /checkpoints", arguments) for part in pod["command"]]
-    command = [*before_the_command(pod_spec(document, "spec")), *command]
+    has_own_ids = not pod_spec(document, "spec").get("shareProcessNamespace")
     given = {each["name"]: each["value"] for each in pod["env"]}
     assert given["MASTER_ADDR"] == "digits-0.digits"
     port = str(launchers.free_port())
     given |= {"WORLD_SIZE": str(size), "MASTER_ADDR": master, "MASTER_PORT": port, **secret}
-    return [command] * size, [{**given, "JOB_COMPLETION_INDEX": str(index)} for index in range(size)]
+    return [Pod(command, {**given, "JOB_COMPLETION_INDEX": str(index)}, has_own_ids) for index in range(size)]
 
 
 def pytorch_job(arguments, secret, size=2, master="localhost"):
-    """Commands and variables of the pods of the PyTorchJob, with one master."""
+    """The pods of the PyTorchJob, with one master."""
     (document,) = load("pytorchjob.yaml")
-    kinds = ["Master"] + ["Worker"] * (size - 1)
-    pods = [pod_spec(document, "spec", "pytorchReplicaSpecs", kind) for kind in kinds]
-    commands = []
-    for pod in pods:
-        command = pod["containers"][0]["command"]
-        command = [*command[: command.index("--checkpoints")], *arguments.split()]
-        commands.append([*before_the_command(pod), *command])
     port = str(launchers.free_port())
-    variables = [
-        {
+    pods = []
+    for rank, kind in enumerate(["Master"] + ["Worker"] * (size - 1)):
+        spec = pod_spec(document, "spec", "pytorchReplicaSpecs", kind)
+        command = spec["containers"][0]["command"]
+        command = [*command[: command.index("--checkpoints")], *arguments.split()]
+        variables = {
             "PYTHONUNBUFFERED": "1", "MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size),
             "RANK": str(rank), "PET_NNODES": str(size), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
             "PET_MASTER_ADDR": master, "PET_MASTER_PORT": port, **secret,
-        }
-        for rank in range(size)
-    ]  # fmt: skip
-    return commands, variables
+        }  # fmt: skip
+        pods.append(Pod(command, variables, not spec.get("shareProcessNamespace")))
+    return pods
 
 
-@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+def train_job(arguments, secret, size=2, master="localhost"):
+    """The pods of the TrainJob. torchrun, the first process of each, starts the rank."""
+    (document,) = load("trainjob.yaml")
+    trainer = document["spec"]["trainer"]
+    program, *words = trainer["command"]
+    assert program == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *arguments.split()]
+    common = {
+        "PET_NNODES": str(size), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": master, "PET_MASTER_PORT": str(launchers.free_port()), **secret,
+    }  # fmt: skip
+    # The pods' form is that of the runtime `torch-distributed`, whose containers share no PID namespace.
+    return [Pod(command, {**common, "PET_NODE_RANK": str(rank)}, has_own_ids=True) for rank in range(size)]
+
+
+def mpi_job(arguments, secret, size, folder):
+    """The launcher of the MPIJob, which starts all ranks on this host; all files are below `folder`."""
+    (document,) = load("mpijob.yaml")
+    command = container(document, "spec", "mpiReplicaSpecs", "Launcher")["command"]
+    assert command[:3] == ["mpirun", "-n", "2"]
+    command = ["mpirun", "-n", str(size), *command[3:], *arguments.split()]
+    hostfile = folder / "hostfile"
+    hostfile.write_text(f"localhost slots={size}\n")
+    # The operator's variables for Open MPI; the agent that reaches a worker is not needed on one host.
+    variables = {
+        "OMPI_MCA_orte_default_hostfile": str(hostfile), "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **secret,
+    }  # fmt: skip
+    return [Pod(command, variables)]
+
+
+JOBS = [indexed_job, pytorch_job, train_job]
+
+
+@pytest.mark.parametrize("job", JOBS)
 def test_a_job_trains(job, secret):
-    check_training(run_pods(*job("--epochs 3", secret)))
+    check_training(run_pods(job("--epochs 3", secret)))
+
+
+@launchers.needs("mpirun")
+def test_a_job_of_the_mpi_operator_trains(tmp_path, secret):
+    (launcher,) = mpi_job("--epochs 3", secret, 2, tmp_path)
+    check_training(run_pods([replace(launcher, variables={**launcher.variables, "TMPDIR": str(tmp_path)})]))
 
 
 needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
 
 
 @contextlib.contextmanager
-def training_pods(job, number, secret, folder):
-    """Starts a job whose pods train without end, each in a network namespace and with a host name of its own.
+def training(pods, folder):
+    """Starts pods that train without end, with `folder` for their temporary files.
 
-    Yields the processes of the pods, and a reader of each one's output, once the first epoch is over. At the end, the pods are killed.
+    Yields their processes, and a reader of each one's output, once the first epoch is over. At the end, the pods are killed.
     """
+    own = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    started = start_pods([replace(pod, variables={**pod.variables, **own}) for pod in pods])
+    readers = [Reader(each) for each in started]
+    try:
+        readers[0].wait_for("epoch 1:", 120 * forks.patience)
+        yield started, readers
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+@contextlib.contextmanager
+def training_pods(job, number, secret, folder):
+    """Like `training`, with each pod in a network namespace and with a host name of its own."""
     with hosts.Hosts(number) as network:
-        commands, variables = job("--epochs 100000", secret, number, hosts.address(0))
-        # All prefixes but `unshare` end in `exec`: the process of the pod is the rank.
-        commands = [[*network.on(rank), *command] for rank, command in enumerate(commands)]
-        own = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-        pods = start_pods(commands, [{**each, **own} for each in variables])
-        readers = [Reader(pod) for pod in pods]
-        try:
-            readers[0].wait_for("epoch 1:", 120)
-            yield pods, readers
-        finally:
-            for pod in pods:
-                pod.kill()
-                pod.wait()
+        pods = []
+        for rank, pod in enumerate(job("--epochs 100000", secret, number, hosts.address(0))):
+            # All prefixes but `unshare` end in `exec`: the process of the pod is that of its command.
+            prefix = [*network.on(rank), *(["unshare", "--pid", "--fork", "--kill-child"] if pod.has_own_ids else [])]
+            pods.append(replace(pod, command=[*prefix, *pod.command]))
+        with training(pods, folder) as started:
+            yield started
+
+
+def check_that_nothing_is_left(folder, before):
+    """No process of a job is left, not even one that has lost its parent, and no file."""
+    assert processes_left(folder) == {}
+    assert files_left(folder, before) == []
 
 
 @needs_network
-@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGTERM)])
-@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
-def test_a_killed_pod_is_named_by_the_others(job, victim, how, secret, tmp_path):
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_killed_rank_is_named_by_the_others(job, victim, how, secret, tmp_path):
     """Rank 0 serves the store where the ranks met.
 
-    SIGTERM is what a pod gets that is deleted or evicted. The first process of a PID namespace ignores it if it has no handler.
+    The process that trains gets SIGKILL, as if it used too much memory. The first process of a pod gets SIGTERM, as if the pod were
+    deleted or evicted. The first process of a PID namespace ignores SIGTERM if it has no handler. torchrun has one: it sends SIGTERM
+    to its rank, which ends without a message, and prints that it got the signal.
     """
     before = shared_memory()
     with training_pods(job, 3, secret, tmp_path) as (pods, readers):
-        os.kill(rank_of(pods[victim]), how)
+        pid = processes.ranks(tmp_path, TRAIN)[victim] if how == "SIGKILL" else first_of(pods[victim])
+        os.kill(pid, signal.Signals[how])
         killed = time.monotonic()
         survivors = [rank for rank in range(3) if rank != victim]
         # The end of the process comes later: on a busy machine Python takes seconds to free what PyTorch has made.
         named = [readers[rank].wait_for(f"rank {victim} died", 60) - killed for rank in survivors]
         for pod in pods:
             pod.wait(60)
+        check_that_nothing_is_left(tmp_path, before)
     assert max(named) < 10, [reader.text() for reader in readers]
+    assert pods[victim].returncode != 0
+    if job is train_job:
+        # torchrun says how its rank ended, or that it was told to end it.
+        words = "traceback : Signal 9 (SIGKILL)" if how == "SIGKILL" else "got signal: 15"
+        assert words in readers[victim].text(), readers[victim].text()
     for rank in survivors:
         assert pods[rank].returncode not in (0, -signal.SIGKILL), readers[rank].text()
-    assert files_left(tmp_path, before) == []
 
 
 @needs_network
-@pytest.mark.parametrize("job", [indexed_job, pytorch_job])
+@pytest.mark.parametrize("job", JOBS)
 def test_a_job_that_is_deleted_leaves_nothing(job, secret, tmp_path):
-    """All pods get SIGTERM."""
+    """The first processes of all pods get SIGTERM."""
     before = shared_memory()
     with training_pods(job, 2, secret, tmp_path) as (pods, readers):
         for pod in pods:
-            os.kill(rank_of(pod), signal.SIGTERM)
+            os.kill(first_of(pod), signal.SIGTERM)
         for pod in pods:
             pod.wait(10)
+        check_that_nothing_is_left(tmp_path, before)
     assert all(pod.returncode != 0 for pod in pods), [reader.text() for reader in readers]
-    assert files_left(tmp_path, before) == []
-
-
-def test_a_job_of_the_trainer_trains(secret):
-    (document,) = load("trainjob.yaml")
-    trainer = document["spec"]["trainer"]
-    program, *arguments = trainer["command"]
-    assert program == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--epochs", "3"]
-    common = {
-        "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-        "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(launchers.free_port()), **secret,
-    }  # fmt: skip
-    check_training(run_pods([command] * 2, [{**common, "PET_NODE_RANK": str(rank)} for rank in range(2)]))
 
 
 @launchers.needs("mpirun")
-def test_a_job_of_the_mpi_operator_trains(tmp_path, secret):
-    (document,) = load("mpijob.yaml")
-    command = container(document, "spec", "mpiReplicaSpecs", "Launcher")["command"]
-    hosts = tmp_path / "hostfile"
-    hosts.write_text("localhost slots=2\n")
-    # The operator's variables for Open MPI; the agent that reaches a worker is not needed on one host.
-    variables = {
-        "OMPI_MCA_orte_default_hostfile": str(hosts), "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_orte_tmpdir_base": str(tmp_path), **secret,
-    }  # fmt: skip
-    check_training(run_pods([[*command, "--epochs", "3"]], [variables]))
+@pytest.mark.parametrize("how", ["a rank is killed", "the launcher is deleted"])
+def test_a_job_of_the_mpi_operator_that_is_ended_leaves_nothing(how, secret, tmp_path):
+    """The operator deletes the launcher at the end of its job: mpirun gets SIGTERM, and ends all ranks."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    before = shared_memory()
+    with training(mpi_job("--epochs 100000", secret, 3, tmp_path), folder) as ((launcher,), (reader,)):
+        found = processes.ranks(folder, TRAIN)
+        assert sorted(found) == [0, 1, 2]
+        if how == "a rank is killed":
+            os.kill(found[1], signal.SIGKILL)
+        else:
+            launcher.terminate()
+        ended = time.monotonic()
+        launcher.wait(60)
+        assert time.monotonic() - ended < 10, reader.text()
+        check_that_nothing_is_left(folder, before)
+    reader.join(10)
+    assert launcher.returncode != 0, reader.text()
+    if how == "a rank is killed":
+        # mpirun sends SIGTERM to the other ranks one second after the first one has ended. They have named it by then.
+        found = re.findall(r"rank 1 died \(.*?\) while rank (\d) was in", reader.text())
+        assert sorted(found) == ["0", "2"], reader.text()
+        assert re.search(r"mpirun noticed that process rank 1 .* exited on signal 9", reader.text()), reader.text()
 
 
 @pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])

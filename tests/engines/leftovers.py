@@ -1,7 +1,8 @@
-"""Files that a job leaves behind.
+"""Files and processes that a job leaves behind.
 
 before = shared_memory()
 ... a job whose TMPDIR is `folder` ...
+assert processes_left(folder) == {}
 assert files_left(folder, before) == []
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+
+import processes
 
 
 def shared_memory() -> set[str]:
@@ -26,3 +29,12 @@ def files_left(folder: Path, before: set[str]) -> list[str]:
         time.sleep(1.0)
     files = [str(path) for path in folder.rglob("*") if not path.is_dir()]
     return sorted([*files, *(f"/dev/shm/{name}" for name in shared_memory() - before)])
+
+
+def processes_left(folder: Path) -> dict[int, processes.Process]:
+    """Processes whose TMPDIR is `folder`, by their ids."""
+    # The kernel needs a moment to end a process that was killed.
+    deadline = time.monotonic() + 1.0
+    while (left := processes.having("TMPDIR", folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

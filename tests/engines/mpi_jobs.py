@@ -16,7 +16,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from leftovers import files_left, shared_memory
+import processes
+from leftovers import files_left, processes_left, shared_memory
 from mpi import MPIS, ROOT
 
 from support import hosts
@@ -48,20 +49,6 @@ def losses(output):
 def start(command, environment, *arguments):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen([*command, TRAIN, *arguments], cwd=ROOT, env=environment, text=True, **pipes)
-
-
-def ranks(temporary):
-    """Ids of the job's processes of Python by rank."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
-        except OSError:
-            continue
-        if TRAIN.encode() in words[1:2] and variables.get(b"TMPDIR") == str(temporary).encode():
-            found[int(variables.get(b"OMPI_COMM_WORLD_RANK") or variables[b"PMI_RANK"])] = int(folder.name)
-    return found
 
 
 def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
@@ -116,7 +103,7 @@ def test_a_job_that_is_ended_leaves_nothing(mpi, how, tmp_path):
         for line in job.stdout:
             if "epoch 1" in line:
                 break
-        pids = ranks(tmp_path)
+        pids = processes.ranks(tmp_path, TRAIN)
         assert sorted(pids) == [0, 1]
         if how == "a rank is killed":
             os.kill(pids[1], signal.SIGKILL)
@@ -132,5 +119,5 @@ def test_a_job_that_is_ended_leaves_nothing(mpi, how, tmp_path):
     if how == "a rank is killed":
         # mpirun ends the other rank at once, which may not get to say it.
         assert re.search(r"rank 1 died|signal 9|signal: 9|EXIT CODE: 9", output), output
-    assert not ranks(tmp_path), output
+    assert processes_left(tmp_path) == {}, output
     assert files_left(tmp_path, before) == []

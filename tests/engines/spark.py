@@ -18,6 +18,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import processes
 from waiting import output_of
 
 from support import launchers
@@ -120,15 +121,11 @@ class SparkCluster:
 
     def processes(self) -> list[tuple[int, str]]:
         """Ids and commands of the processes of applications."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                is_ours = folder.name.isdigit() and f"{_MARK}={self.folder}".encode() in (
-                    folder / "environ"
-                ).read_bytes().split(b"\0")
-                if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append((int(folder.name), (folder / "cmdline").read_text().replace("\0", " ")))
-        return found
+        return [(pid, " ".join(each.words)) for pid, each in processes.having(_MARK, self.folder).items()]
+
+    def ranks(self) -> list[tuple[int, str]]:
+        """Ids and commands of the processes that train."""
+        return [(pid, command) for pid, command in self.processes() if "horovod.runner.run_task" in command]
 
     def files_with(self, *secrets: bytes) -> list[str]:
         """Files below the folder that contain one of the texts."""
