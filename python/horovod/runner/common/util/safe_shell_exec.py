@@ -21,14 +21,18 @@ GRACEFUL_TERMINATION_TIME_S = 5
 
 _POLL_SECONDS = 0.05
 
-#: Program of a watcher process: waits for the end of a pipe, then ends a process group.
+#: Program of a watcher process: waits for the end of a pipe, then ends a process group. It ends with the group, whose
+#: number other processes may get then.
 _WATCH = """
 import os, signal, sys, time
 pipe, group, grace = map(int, sys.argv[1:])
 os.read(pipe, 1)
 try:
     os.killpg(group, signal.SIGTERM)
-    time.sleep(grace)
+    end = time.monotonic() + grace
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        os.killpg(group, 0)
     os.killpg(group, signal.SIGKILL)
 except ProcessLookupError:
     pass
