@@ -199,7 +199,7 @@ $(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/base
 	$(PIP) torch numpy
 	@touch $@
 
-# It installs an environment in a quarter of pip's time.
+# It installs environments faster than pip.
 $(STAMPS)/uv: $(CONSTRAINTS) | $(STAMPS)/base
 	$(PIP) uv
 	@touch $@

@@ -19,7 +19,7 @@ from horovod.ray import RayExecutor, ray_logger
 
 
 def train(epochs: int, batch_size: int, learning_rate: float, use_gpu: bool = False) -> dict[str, Any]:
-    """What each worker runs, on a GPU if it has one to use. Returns the loss of each step and the accuracy on what was held back."""
+    """Trains on one worker, on its GPU with ``use_gpu``. Returns the loss of each step, and the accuracy on the test images."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn

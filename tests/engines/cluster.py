@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import processes
+
 from support import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,15 +159,7 @@ class RayCluster:
 
     def processes(self) -> list[tuple[int, str]]:
         """Ids and commands of the cluster's processes and of the processes that they started."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                is_ours = folder.name.isdigit() and f"{_MARK}={self.folder}".encode() in (
-                    folder / "environ"
-                ).read_bytes().split(b"\0")
-                if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append((int(folder.name), (folder / "cmdline").read_text().replace("\0", " ")))
-        return found
+        return [(pid, " ".join(each.words)) for pid, each in processes.having(_MARK, self.folder).items()]
 
 
 def _free_port() -> int:

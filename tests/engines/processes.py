@@ -24,7 +24,7 @@ class Process:
 
 
 def having(name: str, value: object) -> dict[int, Process]:
-    """Processes with a variable by their ids. Those that have ended and that nobody has waited for have no variables."""
+    """Returns the processes whose environment has this value of the variable, by process id; zombies are not among them."""
     found = {}
     for folder in Path("/proc").iterdir():
         # Others end meanwhile.

@@ -220,7 +220,7 @@ def test_a_job_that_is_cancelled_leaves_nothing(cluster, how):
                 break
         ending = time.monotonic()
         assert output.count("TRAINING") == num_ranks == 2, output
-        # Ranks end at once when the driver is killed. Spark takes two seconds until it ends the task of a cancelled job.
+        # Ranks end when the driver is killed; those of a cancelled job end when Spark has ended their tasks.
         while cluster.ranks():
             assert time.monotonic() - ending < 10, cluster.ranks()
             time.sleep(0.1)
