@@ -22,6 +22,7 @@
 //! | [`launch`] | `smdrun` |
 
 pub mod buffer;
+mod bulk_copy;
 pub mod cache;
 pub mod checkpoint;
 pub mod chunk_trial;
@@ -41,7 +42,6 @@ pub mod reducer;
 pub mod session;
 pub mod sharding;
 pub mod smp_config;
-mod streaming_copy;
 mod sync;
 pub mod trace;
 pub mod transport;

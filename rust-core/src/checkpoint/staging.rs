@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use memmap2::{MmapMut, MmapOptions};
 
 use super::write::SourceSlice;
+use crate::bulk_copy;
 use crate::error::{Error, Result};
-use crate::streaming_copy::stream;
 
 /// Bytes that one thread copies at a time.
 const PART_BYTES: usize = 8 << 20;
@@ -81,7 +81,7 @@ impl Staging {
             while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
                 // SAFETY: the caller's promise for the source; the destination is in this buffer and does not overlap
                 // any other.
-                unsafe { stream(part.from, part.to, part.bytes) };
+                unsafe { bulk_copy::streaming(part.from, part.to, part.bytes) };
             }
         };
         std::thread::scope(|scope| {

@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::streaming_copy;
+use crate::bulk_copy;
 
 /// Kinds of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +74,8 @@ pub(crate) struct StoreChooser {
 
 impl Default for StoreChooser {
     fn default() -> Self {
-        let copies: [Copy; 2] = [streaming_copy::plain, streaming_copy::stream];
-        Self { has_choice: streaming_copy::HAS_STREAMING_STORES, ..Self::with_copies(copies) }
+        let copies: [Copy; 2] = [bulk_copy::ordinary, bulk_copy::streaming];
+        Self { has_choice: bulk_copy::HAS_STREAMING_STORES, ..Self::with_copies(copies) }
     }
 }
 
@@ -248,7 +248,7 @@ mod tests {
 
     /// Streaming stores or not, a choice between them.
     fn chooser() -> StoreChooser {
-        StoreChooser::with_copies([streaming_copy::plain, streaming_copy::stream])
+        StoreChooser::with_copies([bulk_copy::ordinary, bulk_copy::streaming])
     }
 
     /// Calls of one member in which each kind needs the given nanoseconds; returns the number until `wanted` is chosen.

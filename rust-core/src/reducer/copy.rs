@@ -5,7 +5,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::buffer::DType;
-use crate::streaming_copy::stream;
+use crate::bulk_copy;
 
 /// Copies of fewer bytes stay in the cache, from which the reduction reads them.
 const STREAM_BYTES: usize = 1 << 20;
@@ -24,10 +24,10 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     }
     if bytes >= STREAM_BYTES {
         // SAFETY: the caller's promise.
-        return unsafe { stream(from, to, bytes) };
+        return unsafe { bulk_copy::streaming(from, to, bytes) };
     }
     // SAFETY: the caller's promise.
-    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+    unsafe { bulk_copy::ordinary(from, to, bytes) }
 }
 
 /// A copy of a gradient, which may convert its element type.
@@ -74,7 +74,7 @@ pub unsafe fn copy_all(moves: impl Iterator<Item = Move>) {
     for Move { from, from_dtype, to, to_dtype, elems } in moves {
         if from_dtype == to_dtype {
             // SAFETY: the caller's promise.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, elems * from_dtype.size()) };
+            unsafe { bulk_copy::ordinary(from, to, elems * from_dtype.size()) };
             continue;
         }
         macro_rules! cast {

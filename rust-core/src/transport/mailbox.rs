@@ -26,6 +26,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::{Members, Tag};
+use crate::bulk_copy;
 use crate::error::{Error, Result};
 
 mod direct_receive;
@@ -405,7 +406,7 @@ impl MailboxState {
                     self.peers[from].eager_kept += cost;
                     let mut copy = vec![0; length];
                     // SAFETY: `length` is at most `payload_bytes`, and the copy has that length.
-                    unsafe { std::ptr::copy_nonoverlapping(payload, copy.as_mut_ptr(), length) };
+                    unsafe { bulk_copy::ordinary(payload, copy.as_mut_ptr(), length) };
                     self.unexpected.push_back(Unexpected { from, tag: a, body: Body::Eager(copy) });
                 }
             }
@@ -441,7 +442,7 @@ impl MailboxState {
                     return;
                 }
                 // SAFETY: the part lies inside the posted buffer by the check above; the payload is the caller's.
-                unsafe { std::ptr::copy_nonoverlapping(payload, filling.recv.data.add(filling.received), length) };
+                unsafe { bulk_copy::ordinary(payload, filling.recv.data.add(filling.received), length) };
                 self.note_received(a, length, from);
             }
             // Only a corrupt peer sends this; the affected waits end at their deadlines.

@@ -4,11 +4,11 @@
 
 use super::{Algorithm, SyncSteps, copy};
 use crate::buffer::TensorView;
+use crate::bulk_copy;
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::stores::Purpose;
 use crate::collectives::{Group, Request};
 use crate::error::Result;
-use crate::streaming_copy::stream;
 
 /// Collectives over shared memory that move values without combining them, and the barrier.
 pub(super) struct Exchange;
@@ -127,14 +127,14 @@ fn longest_block(call: &Call, calls: &[Call]) -> usize {
     elems.saturating_mul(call.dtype.size())
 }
 
-/// [`stream`] with the contract of [`copy`].
+/// [`bulk_copy::streaming`] with the contract of [`copy`].
 ///
 /// # Safety
 /// As there.
 unsafe fn stream_unless_same(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes > 0 && from != to.cast_const() {
         // SAFETY: the caller's promise.
-        unsafe { stream(from, to, bytes) };
+        unsafe { bulk_copy::streaming(from, to, bytes) };
     }
 }
 

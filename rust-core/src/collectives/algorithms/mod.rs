@@ -4,6 +4,7 @@
 
 use super::call::Call;
 use super::{Group, Request, agreement};
+use crate::bulk_copy;
 use crate::collectives::stores::{ChunkStores, Purpose};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
@@ -103,6 +104,6 @@ impl<'a> SyncSteps<'a> {
 unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes > 0 && from != to.cast_const() {
         // SAFETY: the caller promises validity, and that different places do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+        unsafe { bulk_copy::ordinary(from, to, bytes) };
     }
 }

@@ -14,12 +14,12 @@
 use std::ops::Range;
 
 use super::{Algorithm, SyncSteps, copy};
+use crate::bulk_copy;
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::stores::{Purpose, Stores};
 use crate::collectives::{Group, Request};
 use crate::error::Result;
-use crate::streaming_copy::stream;
 
 /// All-reduce and reduce over shared memory with a reduce-scatter and an all-gather step for each chunk.
 pub(super) struct TwoShot;
@@ -57,7 +57,8 @@ impl Algorithm for TwoShot {
             let part = length.div_ceil(size).next_multiple_of(64);
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
-        let collect: unsafe fn(*const u8, *mut u8, usize) = if bytes >= STREAM_BYTES { stream } else { copy };
+        let collect: unsafe fn(*const u8, *mut u8, usize) =
+            if bytes >= STREAM_BYTES { bulk_copy::streaming } else { copy };
         let mut steps = SyncSteps::with_chunks(memory, call, group, Purpose::Reduce, bytes);
         let mut sources = vec![std::ptr::null(); size];
         // Regions of the last three chunks, by chunk, and how they are written.
@@ -121,7 +122,7 @@ impl Algorithm for TwoShot {
                     unsafe { kernels::fold(&fold) };
                     if streams {
                         // SAFETY: the own result was just computed; the place for it in the results is as long.
-                        unsafe { stream(own, results, part.len()) };
+                        unsafe { bulk_copy::streaming(own, results, part.len()) };
                     }
                 });
             }

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::ranks::*;
 use crate::buffer::{DType, ReduceOp};
+use crate::bulk_copy;
 use crate::collectives::stores::{Purpose, StoreChooser, Stores};
 use crate::collectives::{Communicator, Request};
-use crate::streaming_copy;
 use crate::world::Monitor;
 
 /// The kind that is slow, as a number.
@@ -22,13 +22,13 @@ fn delay(kind: Stores, bytes: usize) {
 unsafe fn ordinary(from: *const u8, to: *mut u8, bytes: usize) {
     delay(Stores::Ordinary, bytes);
     // SAFETY: the caller's promise.
-    unsafe { streaming_copy::plain(from, to, bytes) };
+    unsafe { bulk_copy::ordinary(from, to, bytes) };
 }
 
 unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
     delay(Stores::Streaming, bytes);
     // SAFETY: the caller's promise.
-    unsafe { streaming_copy::stream(from, to, bytes) };
+    unsafe { bulk_copy::streaming(from, to, bytes) };
 }
 
 /// The choices of all members for calls of 64 KiB.

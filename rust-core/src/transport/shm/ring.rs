@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::SharedMemory;
 use super::layout::{FRAME_BYTES, SLOT_BYTES};
+use crate::bulk_copy;
 use crate::transport::mailbox::{Header, Link};
 
 /// The rings from and to this member.
@@ -44,7 +45,7 @@ impl Link for Rings {
             let slot = slots.add(slot * SLOT_BYTES);
             slot.cast::<Header>().write(header);
             if length > 0 {
-                std::ptr::copy_nonoverlapping(payload, slot.add(64), length);
+                bulk_copy::ordinary(payload, slot.add(64), length);
             }
         }
         self.written[to].store(written + 1, Ordering::Relaxed);
