@@ -120,6 +120,50 @@ def test_results_equal_those_of_cpus_bit_by_bit(n):
     assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
 
 
+def blocks_body():
+    torch, dist, rank, size = _start()
+    failed = []
+
+    def compare(found, expected, what):
+        if text := _differ(torch, found, expected):
+            failed.append(f"{what}: {text}")
+
+    def gathered(mine, outputs):
+        dist.all_gather(outputs, mine)
+        return torch.cat(outputs)
+
+    for name in sorted({name for name, _ in CASES}) + ["int8", "complex128"]:
+        dtype = getattr(torch, name)
+        for turn, elems in enumerate((*SIZES, (1 << 20) + 3)):
+            shift, what = turn % 3, f"{name} {elems}"
+            expected = _values(torch, dtype, elems + shift, 100 * turn + rank)
+            x = expected.cuda()
+            mine, outputs = expected[shift:], [torch.empty(elems, dtype=dtype) for _ in range(size)]
+            found = gathered(x[shift:], [torch.empty(elems, dtype=dtype, device="cuda") for _ in range(size)])
+            compare(found, gathered(mine, outputs), f"all_gather {what}")
+            # The input lies in the output.
+            whole = torch.zeros(size * elems + 2, dtype=dtype, device="cuda")
+            inner = whole[1:-1]
+            own = inner[rank * elems : (rank + 1) * elems]
+            own.copy_(mine)
+            dist.all_gather_into_tensor(inner, own)
+            compare(inner, torch.cat(outputs), f"all_gather in place {what}")
+            if whole[0].item() or whole[-1].item():
+                failed.append(f"all_gather in place {what}: wrote outside of the tensor")
+            for root in range(size):
+                found, sent = (tensor.clone() for tensor in (x, expected))
+                dist.broadcast(found[shift:], root)
+                dist.broadcast(sent[shift:], root)
+                compare(found, sent, f"broadcast of {root} {what}")
+    return failed
+
+
+@several
+def test_blocks_arrive_whole_at_any_address(n):
+    failed = run_ranks(blocks_body, n, env={"SMD_TIMEOUT_SECONDS": "15"}, timeout=90)
+    assert failed == [[]] * n, "\n".join(line for rank in failed for line in rank)
+
+
 def _kinds(torch, elems, salt):
     """Float32 values that fit bfloat16 ("narrow"), that do not ("full"), and a mixture of rows of both."""
     full, narrow = _values(torch, torch.float32, elems, salt), _values(torch, torch.bfloat16, elems, salt + 1).float()

@@ -26,9 +26,10 @@ pub struct KernelSource {
 }
 
 /// Headers that sources may include.
-const HEADERS: [(&CStr, &str); 4] = [
+const HEADERS: [(&CStr, &str); 5] = [
     (c"number.cuh", include_str!("kernels/number.cuh")),
     (c"vectors.cuh", include_str!("kernels/vectors.cuh")),
+    (c"positions.cuh", include_str!("kernels/positions.cuh")),
     (c"arena.cuh", include_str!("kernels/arena.cuh")),
     (c"chunk.cuh", include_str!("kernels/chunk.cuh")),
 ];

@@ -22,6 +22,8 @@ use crate::world::Departure;
 
 /// How long an operation may stay in flight after one of its members has left in good order.
 const LEFT_LIMIT: Duration = Duration::from_secs(5);
+/// How long an operation of a group may stay in flight after a rank outside the group has failed.
+const OUTSIDE_FAILURE_LIMIT: Duration = Duration::from_secs(2);
 /// How long an operation is in flight before members look in the store whether another one has ended its part, and the
 /// interval at which they look.
 const ENDED_AFTER: Duration = Duration::from_millis(500);
@@ -112,6 +114,7 @@ fn check_operations(group: &Arc<Cuda>, notes: &mut WaitRecords) {
             continue;
         }
         let why = left(group, &device_comm)
+            .or_else(|| failed_outside(group, &device_comm))
             .or_else(|| ended(group, &device_comm, notes))
             .or_else(|| stuck(group, &device_comm, notes));
         if let Some(error) = why {
@@ -214,6 +217,21 @@ fn left(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
         return None;
     }
     group.monitor.check(&left, &group.describe(&calls.requests[0])).err()
+}
+
+/// The error if an operation was queued before members could know that a rank outside the group had failed, and does
+/// not complete: another member may wait for that rank in another group, and so never take part. Operations that a
+/// script queues later, among the ranks that are left, have no such limit.
+fn failed_outside(group: &Cuda, device_comm: &DeviceCommunicator) -> Option<Error> {
+    let (rank, how) = group.monitor.first_failure()?;
+    let failed_at = group.monitor.departure_time(rank)?;
+    let flights = device_comm.flights.lock();
+    let calls = flights.first().filter(|calls| calls.since < failed_at + OUTSIDE_FAILURE_LIMIT)?;
+    if calls.since.max(failed_at).elapsed() < OUTSIDE_FAILURE_LIMIT {
+        return None;
+    }
+    let (me, during) = (group.monitor.me(), group.describe(&calls.requests[0]));
+    Some(Error::PeerFailed { rank, how: how.to_string(), me, during })
 }
 
 /// The key under which the first member to end its part says so.

@@ -82,6 +82,11 @@ impl KernelLaunch {
         Self::new("reduce_scatter", bytes.div_ceil(VECTOR), tuning)
     }
 
+    /// The kernel and grid for blocks of `bytes` bytes from each member to each other one.
+    pub(super) fn exchange(bytes: usize, tuning: &KernelTuning) -> Self {
+        Self::new("exchange", bytes.div_ceil(VECTOR), tuning)
+    }
+
     /// The number of blocks with one thread for each of `vectors` vectors, up to the limit.
     fn new(entry: &'static str, vectors: usize, tuning: &KernelTuning) -> Self {
         let most = tuning.channels.clamp(1, MAX_BLOCKS) as usize;

@@ -1,7 +1,7 @@
 //! Collectives between the devices of one host without NCCL. Each call is one kernel, which writes to the peers' memory
 //! over NVLink or PCIe. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
-//! same bits as on the CPU, except for the payload of NaNs. It runs small operations of any group, and large
-//! all-reduces between at most eight members ([`chunks`]).
+//! same bits as on the CPU, except for the payload of NaNs. It runs small reductions, all-gathers and broadcasts of any
+//! group, and large all-reduces between at most eight members ([`chunks`]).
 //!
 //! Each member has an *arena* on its device, which its peers map: flags with which the kernels' blocks synchronise, and
 //! staging memory. `device/kernels/arena.cuh` describes its use by kernels, with the invariants PEER-1 to PEER-5. On
@@ -14,6 +14,7 @@
 //!   process ends.
 
 mod chunks;
+mod exchange;
 mod kernel_launch;
 mod memory_exchange;
 
@@ -29,6 +30,7 @@ use crate::device::{
     Capture, Context, DeviceBuffer, Event, Grid, HostMapped, Kernel, KernelSource, PeerMemory, Stream, nccl,
 };
 use crate::error::{Error, Result};
+use exchange::Blocks;
 pub use kernel_launch::KernelTuning;
 use kernel_launch::{KernelLaunch, block_bytes, half_bytes};
 pub use memory_exchange::{MemberStore, read, write};
@@ -272,7 +274,7 @@ impl Peers {
                 (is_even(inputs) && output.bytes() <= block_bytes(most, self.size))
                     || nccl::reduction(output, *op).is_err()
             }
-            _ => false,
+            _ => self.small_blocks(request, most).is_some(),
         }
     }
 
@@ -309,7 +311,13 @@ impl Peers {
                     unsafe { self.reduce(&mut state, input, output, *op, root as u64, stream)? };
                 }
             }
-            _ => return Err(Error::Internal("an operation without a kernel for peers was queued for peers".into())),
+            _ => {
+                let Some(blocks) = Blocks::of(request, self.me, self.size) else {
+                    return Err(Error::Internal("an operation without a kernel for peers was queued for peers".into()));
+                };
+                // SAFETY: see above.
+                unsafe { self.exchange(&mut state, &blocks, stream)? };
+            }
         }
         Ok(state.calls)
     }
