@@ -132,7 +132,7 @@ def blocks_body():
         dist.all_gather(outputs, mine)
         return torch.cat(outputs)
 
-    for name in sorted({name for name, _ in CASES}) + ["int8", "complex128"]:
+    for name in [*sorted({name for name, _ in CASES}), "int8", "complex128"]:
         dtype = getattr(torch, name)
         for turn, elems in enumerate((*SIZES, (1 << 20) + 3)):
             shift, what = turn % 3, f"{name} {elems}"
