@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, each with an address of the loopback network.
+"""A Ray cluster of several raylets on this machine. Each has an address of the loopback network, or a network namespace of its own.
 
 with RayCluster(cpus=[1, 1]) as cluster:
     cluster.run("examples/ray/horovod_digits.py", "--workers", "2")
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import processes
 
-from support import launchers
+from support import hosts, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A variable of all processes of a cluster, by which they are found.
@@ -35,10 +35,14 @@ _PATIENCE = 300.0
 class RayCluster:
     """A cluster from `with` on until its end. The first node is the head."""
 
-    def __init__(self, cpus: list[int], gpus: list[list[int]] | None = None) -> None:
-        """Takes the number of CPUs of each node, and the indices of its GPUs."""
+    def __init__(self, cpus: list[int], gpus: list[list[int]] | None = None, has_hosts: bool = False) -> None:
+        """Takes the number of CPUs of each node, and the indices of its GPUs.
+
+        With `has_hosts`, each node is a host to the library, and scripts run on that of the head. Otherwise the cluster is one host.
+        """
         self._cpus = cpus
         self._gpus = gpus or [[] for _ in cpus]
+        self._hosts = hosts.Hosts(len(cpus)) if has_hosts else None
         # Paths of sockets have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         (self.folder / "tmp").mkdir()
@@ -60,10 +64,14 @@ class RayCluster:
             "RAY_health_check_failure_threshold": "12",
             "RAY_DEDUP_LOGS": "0",
             "CUDA_VISIBLE_DEVICES": "",
+            # The network of the hosts is Ethernet, whatever this machine has.
+            **({"NCCL_IB_DISABLE": "1"} if has_hosts else {}),
         }
 
     def __enter__(self) -> RayCluster:
         try:
+            if self._hosts:
+                self._hosts.__enter__()
             for cpus, gpus in zip(self._cpus, self._gpus, strict=True):
                 self.add(cpus, gpus)
         except BaseException:
@@ -85,17 +93,20 @@ class RayCluster:
             for pid, _ in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            if self._hosts:
+                self._hosts.__exit__()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, cpus: int, gpus: Sequence[int] = ()) -> int:
         """Starts a node, waits until the cluster has it, and returns its number."""
         number = len(self.nodes)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
-        command += ["--node-ip-address", f"127.0.0.{number + 1}", "--object-store-memory", str(100 << 20)]
+        host = hosts.address(number) if self._hosts else f"127.0.0.{number + 1}"
+        command = [*self._on(number), sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += ["--num-cpus", str(cpus), "--node-ip-address", host, "--object-store-memory", str(100 << 20)]
         command += ["--disable-usage-stats", "--num-gpus", str(len(gpus))]
         if number == 0:
             port = _free_port()
-            self.address = f"127.0.0.1:{port}"
+            self.address = f"{host}:{port}"
             self.environment["RAY_ADDRESS"] = self.address
             command += ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
             # Another cluster of this machine may have the default.
@@ -135,7 +146,7 @@ class RayCluster:
 
     def start(self, *command: object) -> subprocess.Popen[str]:
         """Starts a Python script that uses the cluster."""
-        words = [sys.executable, *map(str, command)]
+        words = [*self._on(0), sys.executable, *map(str, command)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(words, cwd=ROOT, env=self.environment, text=True, **pipes)
 
@@ -156,6 +167,9 @@ class RayCluster:
         out.unlink(missing_ok=True)
         self.run(ROOT / "examples" / "ray" / script, *options, "--out", out)
         return json.loads(out.read_text())
+
+    def _on(self, number: int) -> list[str]:
+        return self._hosts.on(number) if self._hosts else []
 
     def processes(self) -> list[tuple[int, str]]:
         """Ids and commands of the cluster's processes and of the processes that they started."""

@@ -1,7 +1,6 @@
 """The manifests of examples/kubernetes against the published schemas, and their commands in the environment that each operator sets.
 
-There is no cluster here: processes of this machine take the place of pods, with the variables of the operators' documentation
-(https://www.kubeflow.org/docs/components/trainer, Kubernetes' "Indexed Job for parallel processing").
+There is no cluster here: processes of this machine take the place of pods (`pods.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +21,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import processes
 from leftovers import files_left, processes_left, shared_memory
+from pods import (
+    MANIFESTS,
+    ROOT,
+    TRAIN,
+    Pod,
+    Pods,
+    Workers,
+    first_of,
+    indexed_job,
+    load,
+    mpi_job,
+    pod_spec,
+    pytorch_job,
+    run_pods,
+    train_job,
+    training,
+)
 
 from support import forks, hosts, launchers
 
@@ -33,18 +46,8 @@ PACKAGES = ("kubernetes_validate", "kubeflow_trainer_api", "kubeflow", "yaml")
 missing = [each for each in PACKAGES if importlib.util.find_spec(each) is None]
 pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")]
 
-ROOT = Path(__file__).resolve().parents[2]
-MANIFESTS = ROOT / "examples" / "kubernetes"
 #: The version of Kubernetes whose schemas are used.
 KUBERNETES = "1.34"
-#: What all manifests run.
-TRAIN = "examples/resumable_digits.py"
-
-
-def load(name):
-    import yaml
-
-    return [document for document in yaml.safe_load_all((MANIFESTS / name).read_text()) if document]
 
 
 def unknown_keys(value, kind, path):
@@ -97,88 +100,52 @@ def test_the_job_of_the_trainer_has_its_form():
     assert read.to_dict() == document
 
 
-@dataclass(frozen=True)
-class Pod:
-    """The command of a pod's container, and the variables that the operator and the manifest set."""
-
-    command: list[str]
-    variables: dict[str, str] = field(default_factory=dict)
-    #: Whether its first process has the id 1, as it has unless the containers share a PID namespace.
-    has_own_ids: bool = False
-
-
-def start_pods(pods):
-    """Starts the pods' commands at the same time."""
-    own = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
-    own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return [subprocess.Popen(pod.command, env={**own, **pod.variables}, cwd=ROOT, text=True, **pipes) for pod in pods]
+def manifests():
+    """By manifest: the forms of the pods that train, and the command with the script."""
+    job, (pytorch,), (mpi,) = load("job.yaml")[1], load("pytorchjob.yaml"), load("mpijob.yaml")
+    (trainer,) = load("trainjob.yaml")
+    (patch,) = trainer["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    replicas = [pod_spec(pytorch, "spec", "pytorchReplicaSpecs", kind) for kind in ("Master", "Worker")]
+    launcher, worker = (pod_spec(mpi, "spec", "mpiReplicaSpecs", kind) for kind in ("Launcher", "Worker"))
+    return {
+        "job.yaml": ([pod_spec(job, "spec")], pod_spec(job, "spec")["containers"][0]["command"]),
+        "pytorchjob.yaml": (replicas, replicas[0]["containers"][0]["command"]),
+        "trainjob.yaml": ([pod_spec(node["template"], "spec")], trainer["spec"]["trainer"]["command"]),
+        "mpijob.yaml": ([worker], launcher["containers"][0]["command"]),
+    }
 
 
-def first_of(process):
-    """Id of the first process of a pod, which gets its signals: `unshare` starts it in a PID namespace of its own."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(children[0]) if "unshare" in process.args else process.pid
+@pytest.mark.parametrize("name", ["job.yaml", "pytorchjob.yaml", "trainjob.yaml", "mpijob.yaml"])
+def test_pods_that_train_have_the_claim_with_the_checkpoints(name):
+    specs, command = manifests()[name]
+    assert " ".join(command).endswith(f"{TRAIN} --checkpoints /checkpoints")
+    for spec in specs:
+        (container,), (volume,) = spec["containers"], spec["volumes"]
+        assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/checkpoints"}]
+        assert volume["persistentVolumeClaim"] == {"claimName": "checkpoints"}
 
 
-class Reader(threading.Thread):
-    """Reads what a pod prints, and notes when each line came."""
-
-    def __init__(self, pod):
-        super().__init__(daemon=True)
-        self._pod = pod
-        self._lines = []
-        self.start()
-
-    def run(self):
-        for line in self._pod.stdout:
-            self._lines.append((time.monotonic(), line))
-
-    def text(self):
-        return "".join(line for _, line in self._lines)
-
-    def wait_for(self, words, patience):
-        """When the first line with the words came."""
-        deadline = time.monotonic() + patience
-        while True:
-            is_last = not self.is_alive() or time.monotonic() > deadline
-            for when, line in list(self._lines):
-                if words in line:
-                    return when
-            assert not is_last, f"no line has `{words}`:\n{self.text()}"
-            time.sleep(0.02)
+def losses(output):
+    """The loss of each epoch that rank 0 has printed."""
+    return {
+        int(epoch): float(loss) for epoch, loss in re.findall(r"^epoch (\d+): loss ([0-9.]+)$", output, re.MULTILINE)
+    }
 
 
-def run_pods(pods):
-    """The outputs of the pods' commands, which run at the same time."""
-    started = start_pods(pods)
-    try:
-        outputs = [each.communicate(timeout=150 * forks.patience)[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0] * len(pods), "\n".join(outputs)
-    return outputs
+@pytest.fixture(scope="module")
+def of_one_process():
+    """What one process prints in four epochs, without an operator."""
+    (output,) = run_pods([Pod([sys.executable, TRAIN, "--epochs", "4"])])
+    assert sorted(losses(output)) == [1, 2, 3, 4]
+    return output
 
 
-def check_training(outputs):
+def check_training(output, of_one_process):
     """The two ranks train as one process does."""
-    (one,) = run_pods([Pod([sys.executable, TRAIN, "--epochs", "3"])])
-    expected = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", one, re.MULTILINE)]
-    found = [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", "\n".join(outputs), re.MULTILINE)]
-    assert len(expected) == 3
-    assert found == pytest.approx(expected, abs=2e-5)
-    assert "on 2 ranks" in "\n".join(outputs)
-
-
-def pod_spec(document, *path):
-    for key in path:
-        document = document[key]
-    return document["template"]["spec"]
-
-
-def container(document, *path):
-    return pod_spec(document, *path)["containers"][0]
+    expected = losses(of_one_process)
+    assert losses(output) == pytest.approx({epoch: expected[epoch] for epoch in (1, 2, 3)}, abs=2e-5)
+    assert "on 2 ranks" in output
 
 
 @pytest.fixture
@@ -186,120 +153,34 @@ def secret():
     return {"SMD_SECRET": secrets.token_hex(16)}
 
 
-def indexed_job(arguments, secret, size=2, master="localhost"):
-    """The pods of the Job."""
-    document = load("job.yaml")[1]
-    pod = container(document, "spec")
-    command = [part.replace("--checkpoints /checkpoints", arguments) for part in pod["command"]]
-    has_own_ids = not pod_spec(document, "spec").get("shareProcessNamespace")
-    given = {each["name"]: each["value"] for each in pod["env"]}
-    assert given["MASTER_ADDR"] == "digits-0.digits"
-    port = str(launchers.free_port())
-    given |= {"WORLD_SIZE": str(size), "MASTER_ADDR": master, "MASTER_PORT": port, **secret}
-    return [Pod(command, {**given, "JOB_COMPLETION_INDEX": str(index)}, has_own_ids) for index in range(size)]
-
-
-def pytorch_job(arguments, secret, size=2, master="localhost"):
-    """The pods of the PyTorchJob, with one master."""
-    (document,) = load("pytorchjob.yaml")
-    port = str(launchers.free_port())
-    pods = []
-    for rank, kind in enumerate(["Master"] + ["Worker"] * (size - 1)):
-        spec = pod_spec(document, "spec", "pytorchReplicaSpecs", kind)
-        command = spec["containers"][0]["command"]
-        command = [*command[: command.index("--checkpoints")], *arguments.split()]
-        variables = {
-            "PYTHONUNBUFFERED": "1", "MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(size),
-            "RANK": str(rank), "PET_NNODES": str(size), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": master, "PET_MASTER_PORT": port, **secret,
-        }  # fmt: skip
-        pods.append(Pod(command, variables, not spec.get("shareProcessNamespace")))
-    return pods
-
-
-def train_job(arguments, secret, size=2, master="localhost"):
-    """The pods of the TrainJob. torchrun, the first process of each, starts the rank."""
-    (document,) = load("trainjob.yaml")
-    trainer = document["spec"]["trainer"]
-    program, *words = trainer["command"]
-    assert program == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", *words, *arguments.split()]
-    common = {
-        "PET_NNODES": str(size), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-        "PET_MASTER_ADDR": master, "PET_MASTER_PORT": str(launchers.free_port()), **secret,
-    }  # fmt: skip
-    # The pods' form is that of the runtime `torch-distributed`, whose containers share no PID namespace.
-    return [Pod(command, {**common, "PET_NODE_RANK": str(rank)}, has_own_ids=True) for rank in range(size)]
-
-
-def mpi_job(arguments, secret, size, folder):
-    """The launcher of the MPIJob, which starts all ranks on this host; all files are below `folder`."""
-    (document,) = load("mpijob.yaml")
-    command = container(document, "spec", "mpiReplicaSpecs", "Launcher")["command"]
-    assert command[:3] == ["mpirun", "-n", "2"]
-    command = ["mpirun", "-n", str(size), *command[3:], *arguments.split()]
-    hostfile = folder / "hostfile"
-    hostfile.write_text(f"localhost slots={size}\n")
-    # The operator's variables for Open MPI; the agent that reaches a worker is not needed on one host.
-    variables = {
-        "OMPI_MCA_orte_default_hostfile": str(hostfile), "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **secret,
-    }  # fmt: skip
-    return [Pod(command, variables)]
-
-
 JOBS = [indexed_job, pytorch_job, train_job]
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_trains(job, secret):
-    check_training(run_pods(job("--epochs 3", secret)))
-
-
-@launchers.needs("mpirun")
-def test_a_job_of_the_mpi_operator_trains(tmp_path, secret):
-    (launcher,) = mpi_job("--epochs 3", secret, 2, tmp_path)
-    check_training(run_pods([replace(launcher, variables={**launcher.variables, "TMPDIR": str(tmp_path)})]))
+def test_a_job_trains(job, secret, of_one_process):
+    check_training("\n".join(run_pods(job("--epochs 3", secret))), of_one_process)
 
 
 needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
 
 
 @contextlib.contextmanager
-def training(pods, folder):
-    """Starts pods that train without end, with `folder` for their temporary files.
-
-    Yields their processes, and a reader of each one's output, once the first epoch is over. At the end, the pods are killed.
-    """
-    own = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    started = start_pods([replace(pod, variables={**pod.variables, **own}) for pod in pods])
-    readers = [Reader(each) for each in started]
-    try:
-        readers[0].wait_for("epoch 1:", 120 * forks.patience)
-        yield started, readers
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
+def pods_on_hosts(job, arguments, number, secret):
+    """The pods of a job, each with a network and a host name of its own."""
+    with hosts.Hosts(number) as network:
+        yield [pod.on(network.on(rank)) for rank, pod in enumerate(job(arguments, secret, number, hosts.address(0)))]
 
 
 @contextlib.contextmanager
 def training_pods(job, number, secret, folder):
-    """Like `training`, with each pod in a network namespace and with a host name of its own."""
-    with hosts.Hosts(number) as network:
-        pods = []
-        for rank, pod in enumerate(job("--epochs 100000", secret, number, hosts.address(0))):
-            # All prefixes but `unshare` end in `exec`: the process of the pod is that of its command.
-            prefix = [*network.on(rank), *(["unshare", "--pid", "--fork", "--kill-child"] if pod.has_own_ids else [])]
-            pods.append(replace(pod, command=[*prefix, *pod.command]))
-        with training(pods, folder) as started:
-            yield started
+    """Like `training`, with each pod on a host of its own."""
+    with pods_on_hosts(job, "--epochs 100000", number, secret) as pods, training(pods, folder) as started:
+        yield started
 
 
 def check_that_nothing_is_left(folder, before):
-    """No process of a job is left, not even one that has lost its parent, and no file."""
-    assert processes_left(folder) == {}
+    """No process of a job is left, not even one that has lost its parent, and no file. A worker of an MPIJob keeps its `sshd`."""
+    assert {pid: each for pid, each in processes_left(folder).items() if "serve" not in each.words} == {}
     assert files_left(folder, before) == []
 
 
@@ -349,31 +230,142 @@ def test_a_job_that_is_deleted_leaves_nothing(job, secret, tmp_path):
     assert all(pod.returncode != 0 for pod in pods), [reader.text() for reader in readers]
 
 
-@launchers.needs("mpirun")
+def check_that_training_went_on(output, of_one_process):
+    """After a failure, the job has gone on from a checkpoint, and the result is that of one process."""
+    (first,) = re.findall(r"^going on from epoch-(\d)\.pt$", output, re.MULTILINE)
+    assert int(first) >= 2, output
+    assert losses(output) == pytest.approx(losses(of_one_process), abs=2e-5)
+    accuracy = re.compile(r"^accuracy [0-9.]+ on", re.MULTILINE)
+    assert accuracy.findall(output) == accuracy.findall(of_one_process), output
+
+
+#: With a pause, so that the ranks still train when one of them is killed.
+UNTIL_THE_END = "--epochs 4 --pause 0.05 --checkpoints"
+
+#: How many failures of pods a job of two pods allows: of pods of a Job, of restarts of a PyTorchJob's containers, and of restarts of
+#: the containers of the Job that the Trainer creates.
+LIMITS = {
+    indexed_job: load("job.yaml")[1]["spec"]["backoffLimit"],
+    pytorch_job: load("pytorchjob.yaml")[0]["spec"]["runPolicy"]["backoffLimit"] - 1,
+    train_job: 5,
+}
+
+
+@needs_network
+@pytest.mark.parametrize(("how", "victim"), [("SIGKILL", 1), ("SIGTERM", 0)])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_goes_on_from_its_newest_checkpoint(job, how, victim, secret, of_one_process, tmp_path):
+    """A rank is killed, or a pod is deleted. Each pod is started again when it has ended, whatever the others do."""
+    folder, checkpoints = tmp_path / "tmp", tmp_path / "checkpoints"
+    folder.mkdir()
+    before = shared_memory()
+    with pods_on_hosts(job, f"{UNTIL_THE_END} {checkpoints}", 2, secret) as pods, Pods(pods, folder) as running:
+        running.readers[0].wait_for("epoch 2:", 90 * forks.patience)
+        first = running.processes[victim]
+        os.kill(processes.ranks(folder, TRAIN)[victim] if how == "SIGKILL" else first_of(first), signal.Signals[how])
+        running.finish(LIMITS[job], 90)
+        output = running.text()
+        assert f"rank {victim} died" in output, output
+        assert all(running.restarts), running.restarts
+        check_that_nothing_is_left(folder, before)
+    check_that_training_went_on(output, of_one_process)
+
+
+needs_mpirun = launchers.needs("mpirun")
+
+
+@needs_mpirun
 @pytest.mark.parametrize("how", ["a rank is killed", "the launcher is deleted"])
-def test_a_job_of_the_mpi_operator_that_is_ended_leaves_nothing(how, secret, tmp_path):
+def test_ranks_of_one_worker_of_the_mpi_operator(how, secret, tmp_path):
     """The operator deletes the launcher at the end of its job: mpirun gets SIGTERM, and ends all ranks."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     before = shared_memory()
-    with training(mpi_job("--epochs 100000", secret, 3, tmp_path), folder) as ((launcher,), (reader,)):
+    job = mpi_job("--epochs 100000", secret, ["localhost"], tmp_path, slots=3)
+    with training([job], folder) as ((launcher,), (reader,)):
         found = processes.ranks(folder, TRAIN)
         assert sorted(found) == [0, 1, 2]
         if how == "a rank is killed":
             os.kill(found[1], signal.SIGKILL)
         else:
             launcher.terminate()
-        ended = time.monotonic()
-        launcher.wait(60)
-        assert time.monotonic() - ended < 10, reader.text()
-        check_that_nothing_is_left(folder, before)
+        check_the_end_of_mpirun(launcher, reader, 1 if how == "a rank is killed" else None, folder, before)
+
+
+def check_the_end_of_mpirun(launcher, reader, victim, folder, before):
+    """mpirun ends within 10 s, and so do three ranks. The others have named the one that was killed."""
+    ended = time.monotonic()
+    launcher.wait(60)
+    assert time.monotonic() - ended < 10, reader.text()
+    check_that_nothing_is_left(folder, before)
     reader.join(10)
     assert launcher.returncode != 0, reader.text()
-    if how == "a rank is killed":
+    if victim is not None:
         # mpirun sends SIGTERM to the other ranks one second after the first one has ended. They have named it by then.
-        found = re.findall(r"rank 1 died \(.*?\) while rank (\d) was in", reader.text())
-        assert sorted(found) == ["0", "2"], reader.text()
-        assert re.search(r"mpirun noticed that process rank 1 .* exited on signal 9", reader.text()), reader.text()
+        found = re.findall(rf"rank {victim} died \(.*?\) while rank (\d) was in", reader.text())
+        assert sorted(map(int, found)) == [rank for rank in range(3) if rank != victim], reader.text()
+        words = rf"mpirun noticed that process rank {victim} .* exited on signal 9"
+        assert re.search(words, reader.text()), reader.text()
+
+
+@needs_network
+@needs_mpirun
+def test_workers_of_the_mpi_operator_train(secret, of_one_process, tmp_path):
+    """The launcher is on a host without ranks, and reaches the workers by ssh."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    before = shared_memory()
+    with hosts.Hosts(3) as network:
+        workers = Workers(network, folder)
+        with Pods([workers.launcher("--epochs 3", secret, tmp_path)], folder) as running:
+            running.finish(0, 90)
+            check_training(running.text(), of_one_process)
+        assert files_left(folder, before) == []
+
+
+@needs_network
+@needs_mpirun
+@pytest.mark.parametrize("victim", [0, 2, None])
+def test_workers_of_the_mpi_operator_end(victim, secret, tmp_path):
+    """A rank is killed, or the launcher is deleted."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    before = shared_memory()
+    with hosts.Hosts(4) as network:
+        workers = Workers(network, folder)
+        with training([workers.launcher("--epochs 100000", secret, tmp_path)], folder) as ((launcher,), (reader,)):
+            found = processes.ranks(folder, TRAIN)
+            assert sorted(found) == [0, 1, 2]
+            names = [os.readlink(f"/proc/{pid}/ns/net") for pid in (*found.values(), first_of(launcher))]
+            assert len(set(names)) == 4
+            os.kill(*((first_of(launcher), signal.SIGTERM) if victim is None else (found[victim], signal.SIGKILL)))
+            check_the_end_of_mpirun(launcher, reader, victim, folder, before)
+
+
+@needs_network
+@needs_mpirun
+@pytest.mark.parametrize("how", ["a rank is killed", "the launcher is deleted", "a worker is deleted"])
+def test_workers_of_the_mpi_operator_go_on_from_their_newest_checkpoint(how, secret, of_one_process, tmp_path):
+    """The launcher is started again, and a worker that was deleted, too."""
+    folder, checkpoints = tmp_path / "tmp", tmp_path / "checkpoints"
+    folder.mkdir()
+    limit = load("mpijob.yaml")[0]["spec"]["runPolicy"]["backoffLimit"] - 1
+    with hosts.Hosts(3) as network:
+        workers = Workers(network, folder)
+        launcher = workers.launcher(f"{UNTIL_THE_END} {checkpoints}", secret, tmp_path)
+        with Pods([launcher], folder) as running:
+            running.readers[0].wait_for("epoch 2:", 90 * forks.patience)
+            if how == "a rank is killed":
+                os.kill(processes.ranks(folder, TRAIN)[1], signal.SIGKILL)
+            elif how == "the launcher is deleted":
+                os.kill(first_of(running.processes[0]), signal.SIGTERM)
+            else:
+                workers.replace(1)
+            running.finish(limit, 90)
+            output = running.text()
+    if how == "a rank is killed":
+        assert "rank 1 died" in output, output
+    check_that_training_went_on(output, of_one_process)
 
 
 @pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])

@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import ROOT, RayCluster
 from leftovers import files_left, shared_memory
+from ray_training import train
+
+from support import hosts, launchers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -481,6 +484,7 @@ def test_ray_train_over_smddp(cluster):
 
 
 def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_nothing):
+    """The worker is killed between two of Ray's checks: once a check has found it, Ray kills the others, within milliseconds."""
     body = """
         import json
         import ray.train.torch
@@ -493,6 +497,7 @@ def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_not
             import torch.distributed as dist
             for step in range(1000):
                 if step == 5 and dist.get_rank() == 1:
+                    time.sleep(3)
                     os.kill(os.getpid(), signal.SIGKILL)
                 before = time.monotonic()
                 try:
@@ -502,6 +507,7 @@ def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_not
                         json.dump([time.monotonic() - before, str(error)], file)
                     raise
 
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "15"
         ray.init()
         trainer = TorchTrainer(
             train, train_loop_config={"out": os.environ["STORAGE"]}, torch_config=SmdConfig(timeout_s=120),
@@ -515,7 +521,19 @@ def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_not
     """
     cluster.environment["STORAGE"] = str(cluster.folder)
     output = cluster.run(script(cluster, "train_killed", body), timeout=400)
-    seconds, text = json.loads((cluster.folder / "survivor.json").read_text())
+    survivor = cluster.folder / "survivor.json"
+    assert survivor.exists(), output
+    seconds, text = json.loads(survivor.read_text())
     assert "rank 1 died" in text
     assert seconds < 10
     assert "CALLER" in output
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@pytest.mark.parametrize("job", ["executor over hosts", launchers.more("ray train")])
+def test_nodes_on_hosts_of_their_own_train_as_one_process(job):
+    """Each node has a network and a host name of its own, so that the library sees two hosts."""
+    before = shared_memory()
+    with RayCluster(cpus=[1, 1], has_hosts=True) as cluster:
+        assert [each["hosts"] for each in train(cluster, job, "cpu")] == [2, 2]
+        assert files_left(cluster.folder / "tmp", before) == []

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +35,12 @@ host=$(($(echo "$1" | sed 's/.*[.]//') - 10)); shift
 exec {on_host} "$host" sh -c "$*"
 """
 
-#: The `ssh` that `smdrun` and `horovodrun` call. Its arguments are options with values, the address, options, and the
-#: command.
+#: The `ssh` that `smdrun`, `horovodrun` and Open MPI call. Its arguments are options, the address, options, and the
+#: command. All options but `-x` have values.
 _SSH = """#!/bin/sh
-while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
+while case "$1" in -x) shift ;; -*) shift 2 ;; *) false ;; esac; do :; done
 host=$1; shift
-while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
+while case "$1" in -*) shift 2 ;; *) false ;; esac; do :; done
 exec {python} {sshd} run "$host" "$*"
 """
 
@@ -138,13 +138,30 @@ class Hosts:
 
     def with_ssh(self) -> dict[str, str]:
         """Starts an `ssh` server on each host; returns the variables that let `ssh` find the hosts."""
-        for host in range(self.count):
-            command = [*self.on(host), sys.executable, str(_SSHD), "serve", address(host)]
-            self._servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        for host, server in enumerate(self._servers):
+        for server in [self.start_sshd(host) for host in range(self.count)]:
             assert server.stdout
-            assert server.stdout.readline() == "ready\n", f"no server of `ssh` on host {host}"
-        return {"PATH": os.pathsep.join([self._path(""), os.environ["PATH"]])}
+            assert server.stdout.readline() == "ready\n", f"no server of `ssh`: {server.args}"
+        return {"PATH": os.pathsep.join([self.ssh_folder(), os.environ["PATH"]])}
+
+    def start_sshd(
+        self, host: int, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts an `ssh` server on `host`, which prints a line when it is ready and ends with the `with` block.
+
+        Args:
+            host: The host.
+            prefix: What starts the server there.
+            environment: Its variables and those of the commands that it runs.
+        """
+        command = [*self.on(host), *prefix, sys.executable, str(_SSHD), "serve", address(host)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        server = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self._servers.append(server)
+        return server
+
+    def ssh_folder(self) -> str:
+        """The folder with the `ssh` that reaches these servers."""
+        return self._path("")
 
     def cut(self, host: int) -> None:
         """Takes the link of `host` down: it neither sends nor receives any more."""
@@ -234,7 +251,8 @@ def missing_network() -> str | None:
     if shutil.which("ip") is None:
         return "ip is not installed (package iproute2)"
     try:
-        with Hosts(1):
+        with Hosts(1) as one:
+            subprocess.run([*one.on(0), "true"], check=True, capture_output=True, text=True)
             return None
     except (OSError, subprocess.CalledProcessError) as error:
         message = getattr(error, "stderr", "") or str(error)
