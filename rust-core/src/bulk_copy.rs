@@ -3,7 +3,7 @@
 //! Note "not memcpy". On processors that announce fast string instructions (`erms`, `fsrm`), the C library's `memcpy`
 //! runs `rep movsb` from a few KiB up. On a Zen 3 server this instruction fetches lines that another core has modified
 //! one after the other: an all-reduce of 1 MiB between 4 processes spent 61 % of its time in it, and took 1,340 us with
-//! `memcpy` and 326 us with [`ordinary`], which fetches ahead. Where the lines are near, both take the same time.
+//! `memcpy` and 326 us with [`ordinary`], which fetches ahead.
 
 /// Distance at which the source is fetched ahead, in bytes: a page, where the processor's own prefetcher stops.
 #[cfg(target_arch = "x86_64")]

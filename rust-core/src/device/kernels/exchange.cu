@@ -1,9 +1,9 @@
 // Moves blocks of equal length between peers that write to each other's staging memory: all-gather and broadcast.
-// TYPE is an unsigned type as long as the elements, RANKS the number of members.
+// TYPE is any type of the elements' size, RANKS the number of members.
 #include "arena.cuh"
 #include "positions.cuh"
 
-// Mirrored by collectives/cuda/p2p/mod.rs.
+// Mirrored by collectives/cuda/p2p/exchange.rs.
 struct Exchange {
   Peers peers;
   const TYPE *inputs[MAX_RANKS]; // The block for each member, or null.
