@@ -33,7 +33,7 @@ settings! {
         "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds. With MPI, all ranks wait up to the same time for each other before they finalize MPI.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
         "Longest wait of `init()` for the other ranks, in seconds.";
-    PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "10",
+    PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "7",
         "Time without any message from a host, in seconds, after which its ranks count as dead. The death of a single process is noticed at once; this timeout detects lost hosts and links.";
     SECRET = "SMD_SECRET", [], "",
         "Secret that the members of a job share. `smdrun` creates a new one for each job. Without it, rank 0 gives a secret to this user's processes if all ranks are on one host; a job on several hosts is open to the network, with a warning (docs/security.md).";

@@ -167,6 +167,7 @@ def test_another_host_without_the_secret_does_not_join(case, tmp_path):
     assert "joined" not in output, output
     assert "init(): finding the rendezvous" in output, output
     assert "to wait longer, set `SMD_INIT_TIMEOUT_SECONDS`" in output, output
+    assert "`MASTER_ADDR` must be an address of its host" in output, output
     assert ("does not accept this job's secret" in output) is spread, output
     assert outcome.exit_code == 0, outcome.describe()
     assert outcome.values == [(0, True), (1, True)]

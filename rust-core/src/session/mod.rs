@@ -19,6 +19,7 @@ pub mod pending_reducer;
 pub mod place;
 mod process_sets;
 pub mod replicas;
+mod sealed_secret;
 mod serve;
 pub mod step_scope;
 pub mod store_rendezvous;

@@ -200,7 +200,9 @@ pub fn serve_anywhere(one_host: bool, size: usize, given: Option<Vec<u8>>) -> Re
             false => None,
         };
         if !one_host && given.is_none() {
-            warn_open("the store through which its ranks connect, usually torch's, gives the secret to every client");
+            warn_open(
+                "a client that writes to the store through which its ranks connect, usually torch's, can get the secret",
+            );
         }
         let secret = given.clone().map_or_else(random_secret, Ok)?;
         *served = Some(RunningServer::start(listener, job, size, given, secret, name)?);

@@ -6,17 +6,18 @@
 //!   deaths first.
 //! - STORE-2: rank 0 listens on the loopback interface if all ranks are on its host. The secret is that of the
 //!   launcher or the user. Without one, rank 0 creates one. On one host, this user's processes get it through the
-//!   owner socket. On several hosts, it is written to the framework's store, whose other readers then know it, too,
-//!   and rank 0 logs a warning.
+//!   owner socket. On several hosts, rank 0 writes it to the framework's store for each rank, as a [`sealed_secret`].
+//!   Other readers of the store do not learn it, but who writes to the store while the job starts can; so rank 0 logs a
+//!   warning.
 //! - STORE-3: the keys are deleted before `init` returns on any rank, so that the store can be used for another
 //!   session.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::sealed_secret::{self, KeyPair};
 use super::serve::{self, Rendezvous};
 use crate::config;
 use crate::error::{Error, Limit, Result};
@@ -30,8 +31,14 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 const ENDPOINT_KEY: &str = "smd/endpoint";
 
-fn host_key(rank: usize) -> String {
-    format!("smd/host/{rank}")
+/// The key of a rank's [`RankReport`].
+fn report_key(rank: usize) -> String {
+    format!("smd/report/{rank}")
+}
+
+/// The key of the secret that rank 0 sealed for a rank.
+fn secret_key(rank: usize) -> String {
+    format!("smd/secret/{rank}")
 }
 
 /// A key-value store that all ranks of a job can access. No function waits for other ranks.
@@ -79,8 +86,29 @@ enum Secret {
     Given,
     /// From the owner socket with this name.
     OnThisHost(String),
-    /// From this value, which every reader of the store knows.
-    Written(Vec<u8>),
+    /// From the store, where it is sealed for each rank with rank 0's key pair, of which this is the public key.
+    Sealed { public_key: [u8; sealed_secret::BYTES] },
+}
+
+/// What each other rank writes to the store for rank 0.
+#[derive(Serialize, Deserialize)]
+struct RankReport {
+    /// [`host::identity`].
+    host: String,
+    /// With which rank 0 seals the secret for it.
+    public_key: [u8; sealed_secret::BYTES],
+}
+
+fn to_bytes(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("no bytes of a value for the store: {error}")))
+}
+
+fn from_bytes<T: serde::de::DeserializeOwned>(bytes: &[u8], from: usize) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        Error::Rendezvous(format!(
+            "what rank {from} wrote to the store cannot be read: {error}; do all ranks use the same version?"
+        ))
+    })
 }
 
 impl StoreRendezvous {
@@ -116,36 +144,45 @@ impl StoreRendezvous {
                 Some(rendezvous) => (rendezvous, RendezvousEndpoint::Launcher),
                 None => self.serve(launch, monitor, deadline)?,
             };
-            let text = postcard::to_stdvec(&endpoint)
-                .map_err(|error| Error::Internal(format!("the endpoint cannot be serialized: {error}")))?;
-            self.store.set(ENDPOINT_KEY, &text)?;
+            self.store.set(ENDPOINT_KEY, &to_bytes(&endpoint)?)?;
             return Ok(rendezvous);
         }
-        self.store.set(&host_key(self.rank), host::identity().as_bytes())?;
-        let text = self.read(ENDPOINT_KEY, 0, monitor, deadline)?;
-        match postcard::from_bytes(&text) {
-            Ok(RendezvousEndpoint::Launcher) => served_by_launcher().ok_or_else(|| {
+        let own = KeyPair::random()?;
+        let report = RankReport { host: host::identity(), public_key: own.public };
+        self.store.set(&report_key(self.rank), &to_bytes(&report)?)?;
+        match from_bytes(&self.read(ENDPOINT_KEY, 0, monitor, deadline)?, 0)? {
+            RendezvousEndpoint::Launcher => served_by_launcher().ok_or_else(|| {
                 Error::Config(format!(
                     "rank 0 was started by `smdrun` as rank 0 of {}, but the variables of this process do not say \
                      that it is rank {} of the same job",
                     self.size, self.rank
                 ))
             }),
-            Ok(RendezvousEndpoint::RankZero { addresses, secret }) => self.follow(addresses, secret),
-            Err(error) => Err(Error::Rendezvous(format!(
-                "what rank 0 wrote to the store cannot be read: {error}; do all ranks use the same version?"
-            ))),
+            RendezvousEndpoint::RankZero { addresses, secret } => {
+                let open_sealed = |public_key| {
+                    let sealed = from_bytes(&self.read(&secret_key(self.rank), 0, monitor, deadline)?, 0)?;
+                    own.open(sealed, public_key)
+                };
+                self.follow(addresses, secret, open_sealed)
+            }
         }
     }
 
     /// On the other ranks: reads where rank 0 serves. A secret from the launcher or the user is never replaced by one
-    /// from the store.
-    fn follow(&self, addresses: Vec<String>, secret: Secret) -> Result<Rendezvous> {
-        let open = matches!(secret, Secret::Written(_));
+    /// from the store. `open_sealed` opens the secret in the store, given rank 0's public key.
+    fn follow(
+        &self,
+        addresses: Vec<String>,
+        secret: Secret,
+        open_sealed: impl FnOnce([u8; sealed_secret::BYTES]) -> Result<[u8; sealed_secret::BYTES]>,
+    ) -> Result<Rendezvous> {
+        let open = matches!(secret, Secret::Sealed { .. });
         let location = match (secret, serve::given_secret()) {
             (Secret::Given, Some(secret)) => RendezvousLocation::At { addresses, key: JobKey::new(&secret) },
             (Secret::OnThisHost(job), None) => RendezvousLocation::OnThisHost { job },
-            (Secret::Written(secret), None) => RendezvousLocation::At { addresses, key: JobKey::new(&secret) },
+            (Secret::Sealed { public_key }, None) => {
+                RendezvousLocation::At { addresses, key: JobKey::new(&open_sealed(public_key)?) }
+            }
             (theirs, ours) => {
                 let has = |has| if has { "is set" } else { "is not set" };
                 return Err(Error::Config(format!(
@@ -162,12 +199,13 @@ impl StoreRendezvous {
 
     /// On rank 0: serves the rendezvous at an address that all others can reach, and writes it to the store.
     fn serve(&self, launch: &Launch, monitor: &Monitor, deadline: Instant) -> Result<(Rendezvous, RendezvousEndpoint)> {
-        let mut hosts = BTreeSet::from([host::identity().into_bytes()]);
         // The launcher's variables take precedence over the store, to which other processes may write.
-        for rank in (1..self.size).take_while(|_| !launch.on_one_host()) {
-            hosts.insert(self.read(&host_key(rank), rank, monitor, deadline)?);
-        }
-        let one_host = hosts.len() == 1;
+        let reports: Vec<RankReport> = (1..self.size)
+            .take_while(|_| !launch.on_one_host())
+            .map(|rank| from_bytes(&self.read(&report_key(rank), rank, monitor, deadline)?, rank))
+            .collect::<Result<_>>()?;
+        let own_host = host::identity();
+        let one_host = reports.iter().all(|report| report.host == own_host);
         let mut names = vec!["127.0.0.1".to_owned()];
         if !one_host {
             names = vec![host::name()];
@@ -179,12 +217,22 @@ impl StoreRendezvous {
         let secret = match (given, reached.owner) {
             (Some(_), _) => Secret::Given,
             (None, Some(name)) => Secret::OnThisHost(name),
-            (None, None) => Secret::Written(reached.secret),
+            (None, None) => self.seal(&reached.secret, &reports)?,
         };
-        let open = matches!(secret, Secret::Written(_));
+        let open = matches!(secret, Secret::Sealed { .. });
         let addresses: Vec<String> = names.iter().map(|name| format!("{name}:{}", reached.port)).collect();
         let location = RendezvousLocation::At { addresses: addresses.clone(), key };
         Ok((Rendezvous { location, served_by_rank_0: true, open }, RendezvousEndpoint::RankZero { addresses, secret }))
+    }
+
+    /// On rank 0: writes the secret for each rank that has written a report.
+    fn seal(&self, secret: &[u8], reports: &[RankReport]) -> Result<Secret> {
+        let secret = secret.try_into().map_err(|_| Error::Internal(format!("a secret of {} bytes", secret.len())))?;
+        let own = KeyPair::random()?;
+        for (report, rank) in reports.iter().zip(1..) {
+            self.store.set(&secret_key(rank), &to_bytes(&own.seal(secret, report.public_key)?)?)?;
+        }
+        Ok(Secret::Sealed { public_key: own.public })
     }
 
     /// Deletes the keys when all ranks have joined (STORE-3); the next job often uses the same store.
@@ -195,7 +243,8 @@ impl StoreRendezvous {
         // A store that cannot delete keys serves one session only.
         let _ = self.store.remove(ENDPOINT_KEY);
         for rank in 1..self.size {
-            let _ = self.store.remove(&host_key(rank));
+            let _ = self.store.remove(&report_key(rank));
+            let _ = self.store.remove(&secret_key(rank));
         }
     }
 
@@ -280,6 +329,29 @@ mod tests {
         );
         assert!(!first.open && !second.open);
         store_rendezvous(0, &store).clear();
+        assert!(store.0.lock().is_empty());
+    }
+
+    #[test]
+    fn readers_of_the_store_do_not_learn_the_secret() {
+        let store: Arc<Local> = Arc::default();
+        let key_pairs = [KeyPair::random().unwrap(), KeyPair::random().unwrap()];
+        let reports = key_pairs.each_ref().map(|own| RankReport { host: "other".into(), public_key: own.public });
+        let secret = [9; sealed_secret::BYTES];
+        let rank_0 = StoreRendezvous { size: 3, ..store_rendezvous(0, &store) };
+        let Secret::Sealed { public_key } = rank_0.seal(&secret, &reports).unwrap() else { panic!("not sealed") };
+        for (rank, own) in (1..).zip(&key_pairs) {
+            let sealed = from_bytes(&store.get(&secret_key(rank)).unwrap().unwrap(), 0).unwrap();
+            let follower = StoreRendezvous { rank, ..rank_0.clone() };
+            let found = follower
+                .follow(vec!["a:1".into()], Secret::Sealed { public_key }, |public_key| own.open(sealed, public_key))
+                .unwrap();
+            assert!(found.open);
+            let RendezvousLocation::At { key, .. } = found.location else { panic!("not at an address") };
+            assert_eq!(key, JobKey::new(&secret));
+        }
+        assert!(store.0.lock().values().all(|value| !value.windows(8).any(|part| part == &secret[..8])));
+        rank_0.clear();
         assert!(store.0.lock().is_empty());
     }
 

@@ -29,6 +29,8 @@ const FIRST_CONNECT_TIME: Duration = Duration::from_millis(250);
 /// First and longest pause between two rounds over the addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// After this time without a rendezvous, a rank says once where it looks: the address may be wrong.
+const UNUSUAL_SEARCH_TIME: Duration = Duration::from_secs(20);
 /// Longest sleep between two checks of the interrupt flag.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long to wait for the server to receive the departure message.
@@ -523,6 +525,7 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
     let mut problem = String::from("no server listens");
     // The first error says more than the following ones.
     let mut refusal = None;
+    let mut has_warned = false;
     loop {
         let candidates = options.location.candidates().unwrap_or_else(|error| {
             problem = error;
@@ -552,14 +555,34 @@ fn connect(options: &ClientOptions, monitor: &Monitor, start: Instant) -> Result
         if monitor.interrupted() {
             return Err(Error::Interrupted { during: "init()".to_owned() });
         }
+        let problem = refusal.as_ref().unwrap_or(&problem);
         if Instant::now() >= options.deadline {
-            let problem = refusal.unwrap_or(problem);
-            let during = format!("init(): finding the rendezvous {} ({problem})", options.location);
+            let during = format!("init(): finding the rendezvous {} ({problem}){}", options.location, hint(options));
             return Err(Error::Timeout { during, waited: start.elapsed(), missing: vec![0], limit: Limit::Init });
+        }
+        if !has_warned && start.elapsed() > UNUSUAL_SEARCH_TIME {
+            has_warned = true;
+            tracing::warn!(
+                "after {} s, the rendezvous {} is not found: {problem}{}; trying for {:.0?} more",
+                UNUSUAL_SEARCH_TIME.as_secs(),
+                options.location,
+                hint(options),
+                options.deadline.saturating_duration_since(Instant::now()),
+            );
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
         connect_time = (connect_time * 2).min(STEP_TIME);
+    }
+}
+
+/// What to check if no rendezvous is at the address that a launcher's variables give.
+fn hint(options: &ClientOptions) -> &'static str {
+    match &options.location {
+        RendezvousLocation::At { .. } if options.served_by_rank_0 => {
+            "; rank 0 may still be starting; `MASTER_ADDR` must be an address of its host, whose ports this host can reach"
+        }
+        _ => "",
     }
 }
 

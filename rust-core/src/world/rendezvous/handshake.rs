@@ -32,6 +32,7 @@ pub const REFUSAL: [u8; PROOF_BYTES] = [0; PROOF_BYTES];
 
 /// The key that is derived from a job's secret.
 #[derive(Clone)]
+#[cfg_attr(test, derive(PartialEq, Eq))]
 pub struct JobKey([u8; WIDTH]);
 
 impl std::fmt::Debug for JobKey {
