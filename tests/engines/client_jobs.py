@@ -18,6 +18,10 @@ from clients import both, needs_libraries, run
 from support.launchers import free_port, needs
 
 pytestmark = [pytest.mark.timeout(300), needs_libraries("accelerate")]
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, {torch.cuda.device_count()} are here"
+)
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
 
 
 ACCELERATE = """
@@ -49,6 +53,25 @@ def test_accelerate(tmp_path):
     assert [each["backend"] for each in two] == ["smddp", "smddp"]
     assert [each["seen"] for each in two] == [[0, 1]] * 2
     assert one["seen"] == [0]
+
+
+@needs_two_gpus
+def test_the_sagemaker_branch_of_accelerate(tmp_path):
+    """In a container of SageMaker, accelerate itself imports the backend and takes it; for GPUs only."""
+    script = ACCELERATE.replace("    import smdistributed.dataparallel.torch.torch_smddp\n", "")
+    script = script.replace('[InitProcessGroupKwargs(backend="smddp")]', "[]").replace("cpu=True, ", "")
+    script = script.replace("process_index])", "process_index], device=accelerator.device)")
+    container = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
+        "CUDA_VISIBLE_DEVICES": VISIBLE_GPUS,
+    }
+    two = run(tmp_path, script, **container)
+    (one,) = run(tmp_path, script, ranks=1, CUDA_VISIBLE_DEVICES=VISIBLE_GPUS)
+    assert [each["backend"] for each in two] == ["smddp", "smddp"]
+    assert [each["seen"] for each in two] == [[0, 1]] * 2
+    assert two[0]["weights"] == two[1]["weights"]
+    assert two[0]["weights"] == pytest.approx(one["weights"], abs=1e-5)
 
 
 def accelerate_launch(*options):
@@ -205,8 +228,9 @@ write(shards=shards, weights=[float(number) for each in whole for number in each
     assert max(each["shards"] for each in two) < one["shards"]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="FSDP1 of PyTorch and Lightning's strategy need GPUs: two")
+@needs_two_gpus
 def test_the_fsdp_strategy_of_lightning(tmp_path):
+    """FSDP1 of PyTorch, which refuses CPUs as Lightning's strategy does."""
     script = LIGHTNING.replace(
         "    def training_step",
         """    def on_train_end(self):
@@ -220,9 +244,8 @@ def test_the_fsdp_strategy_of_lightning(tmp_path):
         'accelerator="cpu"', 'accelerator="gpu"'
     )
     script = script.replace("weights=weights(module)", "weights=module.whole, shard=module.shard")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-    two = run(tmp_path, script, CUDA_VISIBLE_DEVICES=visible)
-    (one,) = run(tmp_path, script, ranks=1, CUDA_VISIBLE_DEVICES=visible)
+    two = run(tmp_path, script, CUDA_VISIBLE_DEVICES=VISIBLE_GPUS)
+    (one,) = run(tmp_path, script, ranks=1, CUDA_VISIBLE_DEVICES=VISIBLE_GPUS)
     assert [each["backend"] for each in two] == ["smddp", "smddp"]
     assert max(each["shard"] for each in two) < one["shard"]
     assert two[0]["weights"] == pytest.approx(one["weights"], abs=1e-5)

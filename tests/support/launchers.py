@@ -71,6 +71,8 @@ def command(launcher: str | Hosts, n: int, options: list[str]) -> list[str]:
         # Two jobs of mpirun must not share a session directory: while one removes it, the other's `mkdir` fails.
         sessions = ["--mca", "orte_tmpdir_base", tempfile.mkdtemp(prefix="smd-mpirun-", dir=_session_folders())]
         place = ["--oversubscribe", "--bind-to", "none", "-n", str(n)]
+        # Open MPI 4 does not start without a way to start daemons on other hosts, unless it is told that there are none.
+        place += [] if shutil.which("ssh") else ["--mca", "plm", "isolated"]
         return ["mpirun", *as_root, *sessions, *place, *options, sys.executable]
     raise ValueError(f"`{launcher}` has no command")
 
