@@ -29,8 +29,8 @@ WORKERS ?= 2
 # Images of containers set this. Each of some thousand processes of the tests would then compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-aarch64 test-python test-newest test-install test-trainer matrix matrix-ends test-ends format generated develop wheel release \
-	clean docs torch-suite test-engines test-clients build-release build-tests packages-test packages-demo packages-docs
+.PHONY: help demo demo-hosts example-tch test test-more test-all check bench bench-engines bench-faults fuzz test-rust test-loom test-asan test-tsan test-miri test-aarch64 test-python test-newest test-install test-trainer matrix matrix-ends test-ends format generated develop wheel release \
+	clean docs torch-suite test-engines test-clients test-images build-release build-tests packages-test packages-demo packages-docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ bench: $(STAMPS)/torch $(STAMPS)/develop $(STAMPS)/mpi ## Collectives beside Ope
 	$(BIN)/python benches/collectives/compare.py
 	$(BIN)/smdrun -n 2 benches/ddp/step_time.py
 
+bench-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/demo $(STAMPS)/develop ## The training of `make demo` on Ray, Spark, Slurm, three MPIs, SageMaker's toolkit and manifests for Kubernetes: the loss curve of `smdrun`
+	$(BIN)/python benches/engines/digits.py $(ARGS)
+
 bench-faults: $(STAMPS)/torch $(STAMPS)/tensorflow $(STAMPS)/develop ## Kill random ranks, and savers of checkpoints, at random moments, RUNS=200 times from SEED=0 on
 	$(BIN)/python tests/faults/kill.py --runs $(or $(RUNS),200) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/kill_saves.py --runs $(or $(RUNS),500) --seed $(or $(SEED),0)
@@ -124,11 +127,15 @@ test-ends: $(STAMPS)/uv $(STAMPS)/develop ## Collectives, DDP and the tape with 
 
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm, of three MPIs and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/ray_gpu_jobs.py tests/engines/ray_example_jobs.py tests/engines/spark_jobs.py \
-		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/engines/slurm_jobs.py \
+		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/unit/horovod/test_signatures.py tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py tests/engines/mpi_jobs.py $(ARGS)
 
 test-clients: $(STAMPS)/clients $(STAMPS)/mpi $(STAMPS)/develop ## accelerate, transformers, Lightning, torchtitan, TorchRec, KerasTuner and parts of torch.distributed train over the library (installs them into build/)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/client_jobs.py tests/engines/client_model_jobs.py tests/engines/client_keras_jobs.py $(ARGS)
+
+test-images: wheel $(STAMPS)/debootstrap ## Execute each line of the Containerfiles in roots of their releases, and train in them (needs root; 12 GB)
+	$(BIN)/python tests/engines/image.py examples/kubernetes/Containerfile
+	$(BIN)/python tests/engines/image.py examples/kubernetes/Containerfile.cuda
 
 torch-suite: $(STAMPS)/suite $(STAMPS)/develop ## PyTorch's own tests of process groups over smddp, beside gloo; ARGS= goes to compare.py
 	$(BIN)/python tests/torch_suite/compare.py $(ARGS)
@@ -260,6 +267,11 @@ $(STAMPS)/mpis: | $(STAMPS)/base
 		$(PYTHON) -m venv --without-pip build/$${package%%=*} && \
 		$(BIN)/python -m pip --disable-pip-version-check install --quiet --ignore-installed --no-deps \
 			--prefix build/$${package%%=*} $$package || exit; done
+	@touch $@
+
+$(STAMPS)/debootstrap: | $(STAMPS)/venv
+	@command -v debootstrap >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+		--no-install-recommends debootstrap; } >/dev/null
 	@touch $@
 
 # Without their dependencies: PyTorch and transformers are there.

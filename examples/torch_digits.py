@@ -93,17 +93,19 @@ def replicas_are_equal(model) -> bool:
     return all(torch.equal(mine, other) for other in everybodys)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    """Trains with the options in `words`, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="over all processes")
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--double", action="store_true", help="train in float64, so that loss curves can be compared")
     parser.add_argument("--out", type=Path, default=Path("digits-out"), help="folder for the results")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
 
-    # Data parallel: join the job.
-    dist.init_process_group()
+    # Data parallel: join the job, unless the launcher has done so, as Ray's TorchTrainer does.
+    if not dist.is_initialized():
+        dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
 

@@ -35,18 +35,27 @@ _PATIENCE = 300.0
 class RayCluster:
     """A cluster from `with` on until its end. The first node is the head."""
 
-    def __init__(self, cpus: list[int], gpus: list[list[int]] | None = None, has_hosts: bool = False) -> None:
+    def __init__(
+        self,
+        cpus: list[int],
+        gpus: list[list[int]] | None = None,
+        has_hosts: bool = False,
+        joining: int = 0,
+        has_job_server: bool = False,
+    ) -> None:
         """Takes the number of CPUs of each node, and the indices of its GPUs.
 
-        With `has_hosts`, each node is a host to the library, and scripts run on that of the head. Otherwise the cluster is one host.
+        With `has_hosts`, each node is a host to the library, and scripts run on that of the head; there are hosts for `joining` more
+        nodes. Otherwise the cluster is one host. With `has_job_server`, which needs `ray[default]`, the cluster accepts `submit`.
         """
         self._cpus = cpus
         self._gpus = gpus or [[] for _ in cpus]
-        self._hosts = hosts.Hosts(len(cpus)) if has_hosts else None
+        self._hosts = hosts.Hosts(len(cpus) + joining) if has_hosts else None
         # Paths of sockets have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         (self.folder / "tmp").mkdir()
         self.address = ""
+        self._job_server = f"http://{self._address(0)}:{_free_port()}" if has_job_server else ""
         #: `ray start` of each node, by number; None where it was removed.
         self.nodes: list[subprocess.Popen[bytes] | None] = []
         self.environment = {
@@ -100,7 +109,7 @@ class RayCluster:
     def add(self, cpus: int, gpus: Sequence[int] = ()) -> int:
         """Starts a node, waits until the cluster has it, and returns its number."""
         number = len(self.nodes)
-        host = hosts.address(number) if self._hosts else f"127.0.0.{number + 1}"
+        host = self._address(number)
         command = [*self._on(number), sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += ["--num-cpus", str(cpus), "--node-ip-address", host, "--object-store-memory", str(100 << 20)]
         command += ["--disable-usage-stats", "--num-gpus", str(len(gpus))]
@@ -108,7 +117,11 @@ class RayCluster:
             port = _free_port()
             self.address = f"{host}:{port}"
             self.environment["RAY_ADDRESS"] = self.address
-            command += ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
+            command += ["--head", "--port", str(port), "--temp-dir", str(self.folder)]
+            command += ["--include-dashboard", "true" if self._job_server else "false"]
+            if self._job_server:
+                # Jobs are submitted to the dashboard.
+                command += ["--dashboard-host", host, "--dashboard-port", self._job_server.rpartition(":")[2]]
             # Another cluster of this machine may have the default.
             command += ["--ray-client-server-port", str(_free_port())]
         else:
@@ -127,6 +140,9 @@ class RayCluster:
             time.sleep(0.1)
         return number
 
+    def _address(self, number: int) -> str:
+        return hosts.address(number) if self._hosts else f"127.0.0.{number + 1}"
+
     def log(self, number: int) -> str:
         """What `ray start` of a node has printed."""
         return (self.folder / f"node{number}.txt").read_text(errors="replace")
@@ -144,6 +160,31 @@ class RayCluster:
             node.kill()
             raise
 
+    def kill(self, number: int) -> None:
+        """Kills the raylet of a node. Its workers and `ray start` end with it."""
+        os.kill(self._raylet(number), signal.SIGKILL)
+        node, self.nodes[number] = self.nodes[number], None
+        node.wait(_PATIENCE)
+
+    def cut(self, number: int) -> None:
+        """Cuts the link of a node that has a host of its own. Its processes go on."""
+        self._hosts.cut(number)
+
+    def workers(self, number: int) -> list[int]:
+        """Ids of the processes of the actors on a node that are ranks."""
+        parent = f"\nPPid:\t{self._raylet(number)}\n"
+        actors = [pid for pid, command in self.processes() if "RankActor" in command]
+        return [pid for pid in actors if parent in Path(f"/proc/{pid}/status").read_text()]
+
+    def _raylet(self, number: int) -> int:
+        address = f"--node_ip_address={self._address(number)}"
+        (found,) = [
+            pid
+            for pid, command in self.processes()
+            if Path(command.split()[0]).name == "raylet" and address in command.split()
+        ]
+        return found
+
     def start(self, *command: object) -> subprocess.Popen[str]:
         """Starts a Python script that uses the cluster."""
         words = [*self._on(0), sys.executable, *map(str, command)]
@@ -152,7 +193,16 @@ class RayCluster:
 
     def run(self, *command: object, timeout: float = 600.0) -> str:
         """Runs a Python script that uses the cluster, and returns what it printed."""
-        process = self.start(*command)
+        return self._output_of(self.start(*command), timeout)
+
+    def submit(self, *command: object, timeout: float = 600.0) -> str:
+        """Runs a Python script by `ray job submit` to its end, and returns what that printed."""
+        words = [*self._on(0), sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+        words += ["--address", self._job_server, "--", sys.executable, *map(str, command)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return self._output_of(subprocess.Popen(words, cwd=ROOT, env=self.environment, text=True, **pipes), timeout)
+
+    def _output_of(self, process: subprocess.Popen[str], timeout: float) -> str:
         try:
             output, _ = process.communicate(timeout=timeout)
         finally:

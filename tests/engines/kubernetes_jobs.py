@@ -38,6 +38,7 @@ from pods import (
     train_job,
     training,
 )
+from waiting import VARIABLES
 
 from support import forks, hosts, launchers
 
@@ -168,7 +169,13 @@ needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=s
 def pods_on_hosts(job, arguments, number, secret):
     """The pods of a job, each with a network and a host name of its own."""
     with hosts.Hosts(number) as network:
-        yield [pod.on(network.on(rank)) for rank, pod in enumerate(job(arguments, secret, number, hosts.address(0)))]
+        yield on_hosts(job, arguments, network, secret)
+
+
+def on_hosts(job, arguments, network, variables):
+    """The pods of a job, each on a host of the network."""
+    pods = job(arguments, variables, network.count, hosts.address(0))
+    return [pod.on(network.on(rank)) for rank, pod in enumerate(pods)]
 
 
 @contextlib.contextmanager
@@ -214,6 +221,30 @@ def test_a_killed_rank_is_named_by_the_others(job, victim, how, secret, tmp_path
         assert words in readers[victim].text(), readers[victim].text()
     for rank in survivors:
         assert pods[rank].returncode not in (0, -signal.SIGKILL), readers[rank].text()
+
+
+@needs_network
+@pytest.mark.parametrize("victim", [2, launchers.more(0)])
+@pytest.mark.parametrize("job", JOBS)
+def test_every_rank_names_the_host_whose_link_is_cut(job, victim, secret, tmp_path):
+    """On both sides of the cut. All pods end by themselves."""
+    before = shared_memory()
+    with hosts.Hosts(3) as network:
+        variables = {**secret, **VARIABLES}
+        with training(on_hosts(job, "--epochs 100000", network, variables), tmp_path) as (pods, readers):
+            network.cut(victim)
+            cut = time.monotonic()
+            named = [reader.wait_for(" died (no sign of ", 60) - cut for reader in readers]
+            for pod in pods:
+                pod.wait(60)
+            check_that_nothing_is_left(tmp_path, before)
+    texts = [reader.text() for reader in readers]
+    assert max(named) < 10, texts
+    survivors = [rank for rank in range(3) if rank != victim]
+    for rank in range(3):
+        others = survivors if rank == victim else [victim]
+        assert re.search(rf"rank [{''.join(map(str, others))}] died \(no sign of ", texts[rank]), texts
+        assert pods[rank].returncode not in (0, -signal.SIGKILL), texts
 
 
 @needs_network
@@ -340,6 +371,34 @@ def test_workers_of_the_mpi_operator_end(victim, secret, tmp_path):
             assert len(set(names)) == 4
             os.kill(*((first_of(launcher), signal.SIGTERM) if victim is None else (found[victim], signal.SIGKILL)))
             check_the_end_of_mpirun(launcher, reader, victim, folder, before)
+
+
+@needs_network
+@needs_mpirun
+def test_workers_of_the_mpi_operator_name_the_one_whose_link_is_cut(secret, tmp_path):
+    """mpirun waits for its daemon on the lost host, even after SIGTERM. Kubernetes kills the launcher after the grace period."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    before = shared_memory()
+    with hosts.Hosts(4) as network:
+        workers = Workers(network, folder, VARIABLES)
+        with training([workers.launcher("--epochs 100000", secret, tmp_path)], folder) as ((launcher,), (reader,)):
+            network.cut(3)
+            cut = time.monotonic()
+            named = [reader.wait_for(f") while rank {rank} was in", 60) - cut for rank in (0, 1)]
+            launcher.kill()
+            launcher.wait()
+            workers.delete(2)
+            # The daemons of the other workers end when they lose mpirun.
+            deadline = time.monotonic() + 10
+            while left := [each.words for each in processes_left(folder).values() if "serve" not in each.words]:
+                assert time.monotonic() < deadline, left
+            # Folders for sessions go with the containers.
+            files = [path for path in files_left(folder, before) if "/ompi." not in path]
+    text = reader.text()
+    assert max(named) < 10, text
+    assert sorted(re.findall(r"rank 2 died \(no sign of .*?\) while rank (\d) was in", text)) == ["0", "1"], text
+    assert files == []
 
 
 @needs_network

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from support import hosts
 from support.launchers import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Variables of a job that Open MPI passes to other hosts.
+_VARIABLES = ("MPICC", "PYTHONPATH", "SMD_LOG", "OMP_NUM_THREADS")
 _AS_ROOT = ["--allow-run-as-root"] if os.getuid() == 0 else []
 
 
@@ -40,16 +43,21 @@ class Mpi:
         own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), "SMD_LOG": "info"}
         return {**clean_environment(), **own, "MPICC": str(self.tool("mpicc")), "PYTHONPATH": str(ROOT / "python")}
 
-    def command(self, n: int) -> list[str]:
+    def command(self, n: int, options: Sequence[str] = ()) -> list[str]:
         """What starts `n` ranks on this host."""
-        return [str(self.tool("mpirun")), *self._placed(), "-n", str(n), sys.executable]
+        return [str(self.tool("mpirun")), *self._placed(), *options, "-n", str(n), sys.executable]
 
-    def on_hosts(self, two: hosts.Hosts, n: int) -> list[str]:
-        """What starts `n` ranks on network namespaces, the same number on each."""
+    def survival(self) -> list[str]:
+        """Options with which ranks go on when another one is killed. MPICH 5 ends them even with `-disable-auto-cleanup`."""
+        recovery = {"openmpi4": ["--enable-recovery"], "openmpi5": ["--runtime-options", "recoverable,continuous"]}
+        return recovery.get(self.family, [])
+
+    def on_hosts(self, two: hosts.Hosts, n: int, variables: Sequence[str] = ()) -> list[str]:
+        """What starts `n` ranks on network namespaces, the same number on each. Ranks get the variables of a job and `variables`."""
         slots = n // two.count
         names = [hosts.address(host) for host in range(two.count)]
         network = f"{names[0].rpartition('.')[0]}.0/24"
-        passed = [word for name in ("MPICC", "PYTHONPATH", "SMD_LOG", "OMP_NUM_THREADS") for word in ("-x", name)]
+        passed = [word for name in (*_VARIABLES, *variables) for word in ("-x", name)]
         btl = ["--mca", "btl_tcp_if_include", network]
         shell = two.remote_shell()
         # The settings of the launcher itself.

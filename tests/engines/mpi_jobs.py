@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import processes
 from leftovers import files_left, processes_left, shared_memory
 from mpi import MPIS, ROOT
+from waiting import NOTICE_SECONDS, VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 from support import hosts
 
@@ -46,9 +48,12 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"epoch \d+: loss ([0-9.]+)", output)]
 
 
-def start(command, environment, *arguments):
+needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+
+
+def start(command, environment, *arguments, script=TRAIN):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([*command, TRAIN, *arguments], cwd=ROOT, env=environment, text=True, **pipes)
+    return subprocess.Popen([*command, script, *arguments], cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
@@ -81,7 +86,7 @@ def test_two_jobs_side_by_side_do_not_meet(mpi, tmp_path):
     assert sessions[0] != sessions[1]
 
 
-@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@needs_network
 def test_two_hosts_train_as_one(mpi, losses_of_one, tmp_path):
     """The plug-in is compiled with the compiler of this MPI, which then moves what goes between the hosts."""
     with hosts.Hosts(2) as two:
@@ -121,3 +126,83 @@ def test_a_job_that_is_ended_leaves_nothing(mpi, how, tmp_path):
         assert re.search(r"rank 1 died|signal 9|signal: 9|EXIT CODE: 9", output), output
     assert processes_left(tmp_path) == {}, output
     assert files_left(tmp_path, before) == []
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    """The folder for temporary files of a job whose script is in `tmp_path`."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
+def wait_until_processes_end(temporary, script=None):
+    """Waits for the end of the processes of a job, or of those that run its script."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while left := processes.ranks(temporary, script) if script else processes.having("TMPDIR", temporary):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_all_survivors_name_the_rank_that_is_killed(mpi, tmp_path, temporary):
+    """With the option of Open MPI that lets ranks survive. MPICH ends the others at once, and says how the rank has ended."""
+    before, script = shared_memory(), write_training(tmp_path)
+    job = start(mpi.command(3, mpi.survival()), mpi.environment(temporary), script=script)
+    try:
+        wait_until_ranks_train(tmp_path, 3, job)
+        os.kill(processes.ranks(temporary, str(script))[1], signal.SIGKILL)
+        killed = time.time()
+        if mpi.family != "mpich":
+            check_errors(tmp_path, {0: [1], 2: [1]}, killed)
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    if mpi.family == "mpich":
+        assert time.time() - killed < NOTICE_SECONDS, output
+        assert "Killed (signal 9)" in output, output
+        assert job.returncode == signal.SIGKILL, output
+    # With this option Open MPI 4 exits with 0.
+    assert processes_left(temporary) == {}, output
+    assert files_left(temporary, before) == []
+
+
+def daemons(temporary, job):
+    """Processes of a job but those of `mpirun` itself."""
+    return {pid: each.words for pid, each in processes.having("TMPDIR", temporary).items() if pid != job.pid}
+
+
+@needs_network
+def test_every_rank_names_the_host_whose_link_is_cut(mpi, tmp_path, temporary):
+    """On both sides of the cut. `mpirun` and its daemon on the lost host wait for each other, so they get SIGTERM, the daemon first."""
+    before, script = shared_memory(), write_training(tmp_path)
+    with hosts.Hosts(2) as network:
+        network.name_each_other()
+        command = mpi.on_hosts(network, 4, list(VARIABLES))
+        job = start(command, {**mpi.environment(temporary), **VARIABLES}, script=script)
+        try:
+            wait_until_ranks_train(tmp_path, 4, job)
+            network.cut(1)
+            check_errors(tmp_path, {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}, time.time())
+            wait_until_processes_end(temporary, str(script))
+            for pid in daemons(temporary, job):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            # Open MPI 4 does not end if it gets SIGTERM before it has lost the daemon.
+            deadline = time.monotonic() + NOTICE_SECONDS
+            while left := daemons(temporary, job):
+                assert time.monotonic() < deadline, left
+                time.sleep(0.05)
+            job.terminate()
+            output, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+        wait_until_processes_end(temporary)
+    named = re.findall(r"rank [23] died \(no sign of host smd-host-1, .*?\) while rank (\d)", output)
+    assert {"0", "1"} <= set(named), output
+    # Ranks of MPICH that have not finalized MPI leave the segments of their hosts.
+    left = [path for path in files_left(temporary, before) if path.startswith("/dev/shm/mpich_shm_")]
+    for path in left:
+        Path(path).unlink()
+    assert mpi.family == "mpich" or left == []
+    assert files_left(temporary, before) == []

@@ -56,12 +56,16 @@ class Pod:
         # All prefixes but `unshare` end in `exec`: the process of the pod is that of its command.
         return replace(self, command=[*prefix, *(_OWN_IDS if self.has_own_ids else ()), *self.command])
 
-    def start(self) -> subprocess.Popen[str]:
-        """Starts the command."""
+    def environment(self) -> dict[str, str]:
+        """The variables of the container: those of its image, and those that are set for the pod."""
         own = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
         own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}"
+        return {**own, **self.variables}
+
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the command."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(self.command, env={**own, **self.variables}, cwd=ROOT, text=True, **pipes)
+        return subprocess.Popen(self.command, env=self.environment(), cwd=ROOT, text=True, **pipes)
 
 
 def first_of(process: subprocess.Popen[str]) -> int:
@@ -254,13 +258,14 @@ class Workers:
     test that the image would not need.
     """
 
-    def __init__(self, network: hosts.Hosts, folder: Path) -> None:
+    def __init__(self, network: hosts.Hosts, folder: Path, variables: dict[str, str] | None = None) -> None:
+        """Starts the workers; their image sets `variables`."""
         self.names = [f"digits-worker-{number}.digits.default.svc" for number in range(network.count - 1)]
         self._network = network
         own = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
         # The library's cache is used, as other tests do.
         cache = {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME", "SMD_CACHE_DIR") if name in os.environ}
-        self._environment = {"PATH": _PATH_OF_SSHD, **cache, **own}
+        self._environment = {"PATH": _PATH_OF_SSHD, **cache, **own, **(variables or {})}
         names = "".join(f"{hosts.address(number + 1)} {name}\n" for number, name in enumerate(self.names))
         for host in range(network.count):
             (network.etc(host) / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
@@ -272,10 +277,14 @@ class Workers:
         path = os.pathsep.join([self._network.ssh_folder(), str(Path(sys.executable).parent), os.environ["PATH"]])
         return replace(pod, variables={**pod.variables, "PATH": path})
 
-    def replace(self, number: int) -> None:
-        """Deletes a worker with all of its processes; the operator starts another one of the same name."""
+    def delete(self, number: int) -> None:
+        """Ends a worker with all of its processes."""
         os.kill(first_of(self._servers[number]), signal.SIGKILL)
         self._servers[number].wait()
+
+    def replace(self, number: int) -> None:
+        """Deletes a worker; the operator starts another one of the same name."""
+        self.delete(number)
         self._servers[number] = self._start(number)
 
     def _start(self, number: int) -> subprocess.Popen[str]:

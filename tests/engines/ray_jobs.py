@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import ROOT, RayCluster
 from leftovers import files_left, shared_memory
 from ray_training import train
+from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 from support import hosts, launchers
 
@@ -255,8 +256,25 @@ def test_an_elastic_job_sees_every_sample(cluster):
         assert sorted(seen) == list(range(1500))
 
 
-def test_nodes_leave_and_join_an_elastic_job(cluster):
-    """`ray stop` on a node, then `ray start` on another one: training goes on with what there is, and loses no sample."""
+def stop_the_node(cluster, number):
+    cluster.remove(number)
+
+
+def kill_the_node(cluster, number):
+    cluster.kill(number)
+
+
+def kill_the_worker(cluster, number):
+    (pid,) = cluster.workers(number)
+    os.kill(pid, signal.SIGKILL)
+
+
+def cut_the_link(cluster, number):
+    cluster.cut(number)
+
+
+def check_that_an_elastic_job_goes_on(cluster, lose):
+    """Training on two nodes goes on with what there is when one is lost, and with a node that joins. It loses no sample."""
     out = cluster.folder / "results.json"
     options = ("--epochs", "4", "--min-workers", "1", "--pause", "0.5", "--out", out)
     process = cluster.start(ROOT / "examples" / "ray" / "elastic_digits.py", *options)
@@ -272,7 +290,8 @@ def test_nodes_leave_and_join_an_elastic_job(cluster):
     try:
         wait_for("a session of 2 in epoch 0")
         time.sleep(3)
-        cluster.remove(1)
+        lost = len(cluster.nodes) - 1
+        lose(cluster, lost)
         left = time.monotonic()
         wait_for("a session of 1 in epoch")
         assert time.monotonic() - left < 60
@@ -283,6 +302,7 @@ def test_nodes_leave_and_join_an_elastic_job(cluster):
         process.kill()
         process.wait()
     text = "".join(output) + rest
+    cluster.remove(lost)
     assert process.returncode == 0, text
     results = json.loads(out.read_text())
     assert [(each["rank"], each["size"]) for each in results] == [(0, 2), (1, 2)], text
@@ -292,6 +312,11 @@ def test_nodes_leave_and_join_an_elastic_job(cluster):
         assert set(seen) == set(range(1500))
         # The last batch of a session is filled up so that all workers have as many samples.
         assert len(seen) <= 1500 + 3
+
+
+@pytest.mark.parametrize("lose", [stop_the_node, kill_the_node, launchers.more(kill_the_worker)])
+def test_an_elastic_job_goes_on_when_a_node_leaves_and_another_one_joins(cluster, leaves_nothing, lose):
+    check_that_an_elastic_job_goes_on(cluster, lose)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -529,7 +554,10 @@ def test_a_killed_worker_of_ray_train_is_named_by_the_others(cluster, leaves_not
     assert "CALLER" in output
 
 
-@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+
+
+@needs_network
 @pytest.mark.parametrize("job", ["executor over hosts", launchers.more("ray train")])
 def test_nodes_on_hosts_of_their_own_train_as_one_process(job):
     """Each node has a network and a host name of its own, so that the library sees two hosts."""
@@ -537,3 +565,86 @@ def test_nodes_on_hosts_of_their_own_train_as_one_process(job):
     with RayCluster(cpus=[1, 1], has_hosts=True) as cluster:
         assert [each["hosts"] for each in train(cluster, job, "cpu")] == [2, 2]
         assert files_left(cluster.folder / "tmp", before) == []
+
+
+#: Ray gives a node up after at most 28 s without an answer.
+HEALTH_CHECKS = {
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
+}
+
+#: Runs the script of `write_training` on two workers, and prints what Ray says of its end.
+UNTIL_AN_ERROR = {
+    "executor": """
+        def train():
+            import runpy
+            import horovod.torch as hvd
+            hvd.init()
+            runpy.run_path(os.environ["TRAINING"])
+
+        ray.init()
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_hosts=2, num_workers_per_host=1)
+        executor.start()
+        try:
+            executor.run(train)
+        except Exception as error:
+            print("CALLER", str(error).replace("\\n", " "), flush=True)
+        executor.shutdown()
+    """,
+    "ray train": """
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+        from smdistributed.integrations.ray import SmdConfig
+
+        def train():
+            import runpy
+            runpy.run_path(os.environ["TRAINING"])
+
+        ray.init()
+        trainer = TorchTrainer(
+            train, torch_config=SmdConfig(timeout_s=120),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name="cut", storage_path=os.path.dirname(os.environ["TRAINING"])),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:
+            print("CALLER", str(error).replace("\\n", " "), flush=True)
+    """,
+}
+
+
+@needs_network
+@pytest.mark.parametrize("job", ["executor", launchers.more("ray train")])
+def test_every_rank_names_the_host_whose_link_is_cut(job, tmp_path):
+    """On both sides of the cut. Ray itself gives the node up later."""
+    before = shared_memory()
+    cluster = RayCluster(cpus=[1, 1], has_hosts=True)
+    cluster.environment |= {**VARIABLES, **HEALTH_CHECKS, "TRAINING": str(write_training(tmp_path))}
+    with cluster:
+        process = cluster.start(script(cluster, "cut", UNTIL_AN_ERROR[job]))
+        try:
+            wait_until_ranks_train(tmp_path, 2, process)
+            pids = [(tmp_path / f"training.{rank}").read_text() for rank in range(2)]
+            assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in pids}) == 2
+            cluster.cut(1)
+            check_errors(tmp_path, {0: [1], 1: [0]}, time.time())
+            output, _ = process.communicate(timeout=200)
+        finally:
+            process.kill()
+            process.wait()
+    assert re.search(r"^CALLER .*rank \d died", output, re.MULTILINE), output
+    assert shared_memory() - before == set()
+
+
+@needs_network
+@pytest.mark.more
+def test_an_elastic_job_goes_on_without_a_host_whose_link_is_cut():
+    before = shared_memory()
+    cluster = RayCluster(cpus=[1, 1], has_hosts=True, joining=1)
+    cluster.environment |= {**VARIABLES, **HEALTH_CHECKS}
+    with cluster:
+        check_that_an_elastic_job_goes_on(cluster, cut_the_link)
+        assert files_left(cluster.folder / "tmp", before) == []
+    assert shared_memory() - before == set()

@@ -118,10 +118,10 @@ class Container:
                 process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
-    def start(self) -> subprocess.Popen[str]:
-        """Starts the toolkit's `train`."""
+    def environment(self) -> dict[str, str]:
+        """The variables of the container."""
         path = [str(self.folder), str(ROOT / "python"), str(ROOT / "tests")]
-        environment = {
+        return {
             **launchers.clean_environment(),
             "FOLDER": str(self.folder),
             "TOOLKIT": str(TOOLKIT),
@@ -133,10 +133,13 @@ class Container:
             # Only the job writes here, so that the test sees which files it leaves.
             "TMPDIR": str(self.folder / "tmp"),
         }
+
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the toolkit's `train`."""
         namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         return subprocess.Popen(
             [*namespaces, "sh", "-c", ENTER],
-            env=environment,
+            env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

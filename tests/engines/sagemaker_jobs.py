@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import sagemaker
 from leftovers import files_left, shared_memory
+from pods import first_of
 
 pytestmark = [
     # The toolkit sleeps 30 s at the end of each job.
@@ -203,13 +205,22 @@ def test_a_killed_worker_is_named_by_the_others():
 
 
 def test_a_container_that_is_stopped_leaves_nothing():
-    """SageMaker ends a container with SIGKILL if it is still there some time after SIGTERM."""
+    """SageMaker sends SIGTERM to the first process of a container, and SIGKILL if it is still there some time later.
+
+    The first process is the toolkit. It has no handler for SIGTERM, and the kernel ignores signals without a handler for the first
+    process of a PID namespace: all processes go on until SIGKILL.
+    """
     enabled = {"sagemaker_distributed_dataparallel_enabled": True}
     before = shared_memory()
     with sagemaker.Container(REPORT + FOREVER, enabled, processes=3) as container, container.start() as job:
         try:
             wait_for_results(container, job, 3)
-            job.kill()
+            first = first_of(job)
+            os.kill(first, signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(2)
+            assert sorted(container.ranks()) == [0, 1, 2]
+            os.kill(first, signal.SIGKILL)
             job.communicate(timeout=60)
             deadline = time.monotonic() + 10
             while left := container.processes():
@@ -217,6 +228,6 @@ def test_a_container_that_is_stopped_leaves_nothing():
                 time.sleep(0.1)
         finally:
             job.kill()
-        # Open MPI's session folder stays when `mpirun` is killed.
+        # SIGKILL also ends `mpirun`, whose session folder is in the container and goes with it.
         files = [path for path in files_left(container.folder / "tmp", before) if "/ompi." not in path]
     assert files == []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from support import hosts, launchers
@@ -128,6 +129,15 @@ class SlurmCluster:
 
     def _logs(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    @contextlib.contextmanager
+    def without_link(self, number: int) -> Iterator[None]:
+        """Cuts the link of a host, until the end of `with`."""
+        self._hosts.cut(number)
+        try:
+            yield
+        finally:
+            subprocess.run(["ip", "-n", f"{self._hosts.name}-{number}", "link", "set", "eth0", "up"], check=True)
 
     def command(self, *words: object) -> list[str]:
         """The command on the first host."""

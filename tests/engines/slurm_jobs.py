@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from leftovers import files_left, shared_memory
 from slurm import SlurmCluster, missing
+from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -121,10 +122,40 @@ def test_scancel_leaves_nothing(cluster, leaves_no_files):
     assert "epoch 1" in job.stdout.readline()
     assert len(cluster.ranks(TRAIN)) == 2
     cluster.run("scancel", "--name", "long")
-    job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode != 0
+    assert re.search(r"STEP [0-9.]+ ON smd-host-0 CANCELLED AT", output), output
+    for rank in range(2):
+        # A rank that learns of the other one's end before it gets SIGTERM names it, and exits with 1.
+        assert re.search(rf"smd-host-{rank}: task {rank}: (Terminated|Exited with exit code 1)", output), output
     wait_for(lambda: not cluster.ranks(TRAIN), 10)
     wait_for(lambda: not cluster.ask("squeue", "--noheader"), 30)
+
+
+def test_every_rank_names_the_host_whose_link_is_cut(cluster, leaves_no_files):
+    """On both sides of the cut. `srun` learns of the lost host minutes later, when `slurmctld` gives it up; `scancel` ends it before."""
+    folder = cluster.folder / "cut"
+    folder.mkdir()
+    script = write_training(folder)
+    job = cluster.start(
+        "srun", "--job-name", "cut", "-N2", "-n4", "--kill-on-bad-exit=0", sys.executable, script, **VARIABLES
+    )
+    try:
+        wait_until_ranks_train(folder, 4, job)
+        with cluster.without_link(1):
+            check_errors(folder, {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}, time.time())
+            wait_for(lambda: not cluster.ranks(script.name), 10)
+            cluster.run("scancel", "--name", "cut")
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode != 0
+    # What the second host's ranks print reaches `srun` when the link is back.
+    found = re.findall(r"rank [0-3] died \(no sign of .*?\) while rank (\d)", output)
+    assert {"0", "1"} <= set(found), output
+    wait_for(lambda: not cluster.ask("squeue", "--noheader"), 60)
+    wait_for(lambda: cluster.ask("sinfo", "--noheader", "--format=%T %D").split() == ["idle", "2"], 60)
 
 
 def test_a_job_that_is_queued_again_goes_on_from_its_newest_checkpoint(cluster):

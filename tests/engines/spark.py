@@ -111,6 +111,18 @@ class SparkCluster:
             process.kill()
             process.wait()
 
+    def submit(self, *command: object, timeout: float = 600.0) -> str:
+        """Runs an application by `spark-submit`, and returns what it printed."""
+        words = [Path(sys.executable).parent / "spark-submit", "--master", self.environment["ENGINE_TEST_MASTER"]]
+        words += ["--conf", "spark.ui.enabled=false", *command]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen([*map(str, words)], cwd=ROOT, env=self.environment, text=True, **pipes)
+        try:
+            return output_of(process, timeout)
+        finally:
+            process.kill()
+            process.wait()
+
     def results(self, script: str, *options: object) -> object:
         """Runs one of the examples, and returns its results."""
         out = self.folder / "results.json"

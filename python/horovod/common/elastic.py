@@ -8,6 +8,7 @@ import functools
 import os
 import queue
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -269,7 +270,8 @@ def run_fn(
                         return result
                 except ScalarError:
                     raise
-                except HorovodInternalError:
+                except HorovodInternalError as error:
+                    warnings.warn(f"the job goes on from the last commit: {error}", RuntimeWarning, stacklevel=2)
                     state.restore()
                     skip_sync = False
                 except HostsUpdatedInterrupt as interrupt:

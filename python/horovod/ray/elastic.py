@@ -156,9 +156,10 @@ class ElasticJob:
             Exception: The exception of a callback.
         """
         first = self.settings.num_proc or self.settings.min_num_proc
-        function = ray.put(fn)
+        # `fn` goes with each call. Ray fetches an object that was put once from any node that has it, and retries for
+        # minutes if that node was lost.
         with callbacks_called(callbacks) as queue:
-            self.driver.start(first, lambda slot, events: self._run_worker(slot, events, function, queue))
+            self.driver.start(first, lambda slot, events: self._run_worker(slot, events, fn, queue))
             results = self.driver.get_results()
         if results.error_message is not None:
             last = self._failures[-1] if self._failures else None
