@@ -304,6 +304,7 @@ def check_that_an_elastic_job_goes_on(cluster, lose):
     text = "".join(output) + rest
     cluster.remove(lost)
     assert process.returncode == 0, text
+    assert re.search(r"the job goes on from the last commit: rank \d died", text), text
     results = json.loads(out.read_text())
     assert [(each["rank"], each["size"]) for each in results] == [(0, 2), (1, 2)], text
     assert results[0]["accuracy"] > 0.8
