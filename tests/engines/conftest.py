@@ -34,11 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write the results into docs/reference/support-matrix.md")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: pytest.ExitCode, config: pytest.Config
+) -> None:
     """Updates the rows of the files of this folder."""
     if not config.getoption("--record"):
         return
-    if terminalreporter.stats.get("deselected"):
+    if terminalreporter.stats.get("deselected") or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         terminalreporter.write_line("not recorded: not all tests of the files ran")
         return
     counts: dict[str, Counter[str]] = {}
@@ -64,6 +66,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _versions(stem: str) -> str:
     names = PACKAGES.get(stem.split("_")[0], [])
-    found = {each.name: each.version for each in distributions() if each.name in names}
-    found |= {each.name: each.version for each in distributions(path=FOLDERS) if each.name in names}
+    everywhere = [*distributions(), *distributions(path=FOLDERS)]
+    found = {each.name.replace("_", "-"): each.version for each in everywhere}
     return ", ".join(f"{name} {found[name]}" for name in names if name in found)
