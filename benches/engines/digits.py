@@ -305,7 +305,7 @@ def variables_of(pod: pods.Pod) -> list[str]:
 
 
 def output_of(started: list[pods.Pod], folder: Path) -> str:
-    """Waits until all pods have succeeded, and returns what they printed."""
+    """Waits until all pods have succeeded; returns their output."""
     with pods.Pods(started, folder) as running:
         running.finish(0, TIMEOUT)
         for reader in running.readers:

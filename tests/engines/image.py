@@ -85,7 +85,7 @@ class Image:
         subprocess.run(words, env=variables, check=True)
 
     def copy(self, sources: Sequence[str], destination: str) -> None:
-        """Copies files of the repository, and of folders what is in them."""
+        """Copies files of the repository, and the contents of folders, to `destination` in the root."""
         found = [Path(path) for source in sources for path in glob.glob(str(ROOT / source))]
         if not found:
             raise SystemExit(f"image.py: {sources} is not in the repository; `make wheel` makes dist/*.whl")

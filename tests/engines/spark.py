@@ -112,7 +112,7 @@ class SparkCluster:
             process.wait()
 
     def submit(self, *command: object, timeout: float = 600.0) -> str:
-        """Runs an application by `spark-submit`, and returns what it printed."""
+        """Runs an application by `spark-submit`; returns its standard output and error."""
         words = [Path(sys.executable).parent / "spark-submit", "--master", self.environment["ENGINE_TEST_MASTER"]]
         words += ["--conf", "spark.ui.enabled=false", *command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
