@@ -4,8 +4,9 @@
 
 One process drives both GPUs and launches the kernel of `rust-core/src/device/kernels/chunks.cu` itself, so that it can
 vary parameters that the library fixes. Shown for 100 MiB of random float32 values, of float32 values that fit bfloat16,
-and of bfloat16 values: microseconds alone, also of NCCL's all-reduce, and the time that an exchange adds to matrix
-products that run at the same time.
+and of bfloat16 values: microseconds alone, also of NCCL's all-reduce, and the time that each of several exchanges adds
+to matrix products that run at the same time: to the products themselves, and until both have ended. The number of
+exchanges is in parentheses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 KERNELS = Path(__file__).resolve().parents[2] / "rust-core/src/device/kernels"
 CHUNK_BYTES = 128 << 10
 SLOT_BYTES = CHUNK_BYTES + 256
-SLOTS, THREADS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 512, 128, 16, 128
+SLOTS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 128, 16, 128
 HEADER_BYTES = MAX_BLOCKS * (MAX_RANKS + 1) * 8 + 256
 
 PEERS = np.dtype([("arenas", "u8", MAX_RANKS), ("control", "u8"), ("half", "u8"), ("me", "u4"), ("fingerprint", "u4")])
@@ -33,12 +34,11 @@ CHUNKS = np.dtype(
     [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
 )
 
-#: Changes of the kernel's source. Unchanged, a warp loads four units before it continues, and numbers of 16 bits are
-#: added in pairs.
+#: Changes of the kernel's source. Unchanged, 8 warps send and 16 reduce, and numbers of 16 bits are added in pairs.
 CODES = {
-    "four units": {},
+    "unchanged": {},
     "float32": {"Packed<TYPE>::EXISTS": "false"},
-    "two units": {"constexpr int UNROLL = 4;": "constexpr int UNROLL = 2;", "(THREADS, 1)": "(THREADS, 2)"},
+    "8 folders": {"#define FOLDERS 16": "#define FOLDERS 8", "FOLD_UNROLL = 2": "FOLD_UNROLL = 4"},
 }
 CHANNELS = (8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -51,21 +51,21 @@ def check(status: int, allowed: int = 0) -> None:
         raise RuntimeError(f"CUDA's driver or NVRTC returned error {status}")
 
 
-def compile_kernel(changes: dict[str, str], kind: str, op: str) -> bytes:
-    """Compiles the kernel for Hopper and a type of number.cuh, with changes of its source."""
+def compile_kernel(kernels: Path, changes: dict[str, str], kind: str, op: str) -> bytes:
+    """Compiles the kernel of a folder for Hopper and a type of number.cuh, with changes of its source."""
     folders = [Path(each) / "nvidia/cu13/lib" for each in sys.path] + [Path("/usr/local/cuda/lib64")]
     library = next(path for folder in folders for path in folder.glob("libnvrtc.so.1?"))
     for part in library.parent.glob("libnvrtc-builtins.so.1?.?"):
         ctypes.CDLL(str(part))
     nvrtc = ctypes.CDLL(str(library))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    text = (KERNELS / "chunks.cu").read_text()
+    text = (kernels / "chunks.cu").read_text()
     for before, after in changes.items():
         if before not in text:
             raise ValueError(f"chunks.cu has no `{before}`")
         text = text.replace(before, after)
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"chunks.cu", 0, None, None))
-    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{KERNELS}", f"-DTYPE={kind}", f"-DOP={op}", "-DRANKS=2"]
+    options = ["--gpu-architecture=sm_90", "-std=c++17", f"-I{kernels}", f"-DTYPE={kind}", f"-DOP={op}", "-DRANKS=2"]
     check(nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))))
     check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)
@@ -76,8 +76,8 @@ def compile_kernel(changes: dict[str, str], kind: str, op: str) -> bytes:
 class Exchange:
     """Launches the kernel on both GPUs."""
 
-    def __init__(self, changes: dict[str, str], kind: str, op: str) -> None:
-        image = compile_kernel(changes, kind, op)
+    def __init__(self, kernels: Path, changes: dict[str, str], kind: str, op: str) -> None:
+        image = compile_kernel(kernels, changes, kind, op)
         self.arenas, self.kernels, self.streams = [], [], []
         self.control = torch.zeros(64, dtype=torch.uint8).pin_memory()
         for device in range(2):
@@ -89,6 +89,10 @@ class Exchange:
                 check(cuda.cuModuleLoadData(ctypes.byref(module), image))
                 check(cuda.cuModuleGetFunction(ctypes.byref(kernel), module, b"all_reduce_chunks"))
                 self.kernels.append(kernel)
+        # Of a block, by the kernel's launch bounds.
+        threads, max_threads_per_block = ctypes.c_int(), 0
+        check(cuda.cuFuncGetAttribute(ctypes.byref(threads), max_threads_per_block, self.kernels[0]))
+        self.threads = threads.value
 
     def __call__(self, tensors: list[torch.Tensor], channels: int) -> None:
         for device, tensor in enumerate(tensors):
@@ -105,7 +109,9 @@ class Exchange:
             stream = ctypes.c_void_p(self.streams[device].cuda_stream)
             with torch.cuda.device(device):
                 check(
-                    cuda.cuLaunchKernel(self.kernels[device], channels, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
+                    cuda.cuLaunchKernel(
+                        self.kernels[device], channels, 1, 1, self.threads, 1, 1, 0, stream, arguments, None
+                    )
                 )
 
 
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=100, help="size of the tensors")
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="numbers of blocks")
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES, help="variants of the kernel")
+    parser.add_argument("--kernels", type=Path, default=KERNELS, help="folder of the sources, as of another version")
     parser.add_argument("--op", default="Sum", choices=["Sum", "Average"], help="the reduction")
     arguments = parser.parse_args()
     elems = arguments.mebibytes << 18
@@ -209,7 +216,9 @@ def main() -> None:
             if code == "NCCL":
                 exchange: Callable[..., None] = Nccl(arguments.op)
             else:
-                exchange = Exchange(CODES[code], "bf16" if value.dtype == torch.bfloat16 else "f32", arguments.op)
+                exchange = Exchange(
+                    arguments.kernels, CODES[code], "bf16" if value.dtype == torch.bfloat16 else "f32", arguments.op
+                )
             fresh = [value.to(f"cuda:{device}") for device in range(2)]
             tensors = [tensor * (device + 1) for device, tensor in enumerate(fresh)]
             reduced = (value + 2 * value).double() / (2 if arguments.op == "Average" else 1)
@@ -225,16 +234,22 @@ def main() -> None:
                 for name, captured in graphs.items():
                     # The number of exchanges that end before the products do.
                     count = min(100, max(1, int(alone[name] * 1e3 * 0.5 / least)))
-                    longer = []
+                    longer, both = [], []
                     for _ in range(3):
                         tensors = [tensor.clone() for tensor in fresh]
                         synchronize()
                         events = products(captured)
                         for _ in range(count):
                             exchange(tensors, channels)
+                        ends = []
+                        for device, stream in enumerate(exchange.streams):
+                            with torch.cuda.device(device):
+                                ends.append(stream.record_event(torch.cuda.Event(enable_timing=True)))
                         synchronize()
                         longer.append((duration(events) - alone[name]) * 1e3 / count)
-                    row.append(f"{statistics.median(longer):14.0f} ({count:3})  ")
+                        last = duration([(start, end) for (start, _), end in zip(events, ends, strict=True)])
+                        both.append((max(last, duration(events)) - alone[name]) * 1e3 / count)
+                    row.append(f"{statistics.median(longer):9.0f} {statistics.median(both):6.0f} ({count:3})")
                 print(
                     f"{code:14}{kind:10}{channels or '':9}{least:10.0f}" + "".join(f"{cell:>22}" for cell in row),
                     flush=True,

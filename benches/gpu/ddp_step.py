@@ -70,6 +70,8 @@ def main() -> None:
             f"{size} ranks, {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}"
         )
     torch._dynamo.config.optimize_ddp = False
+    if arguments.trace:
+        os.makedirs(arguments.trace, exist_ok=True)
     for case in arguments.cases:
         measure(case, arguments, rank)
     c10d.destroy_process_group()

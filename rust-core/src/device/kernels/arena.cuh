@@ -57,6 +57,12 @@ static __device__ __forceinline__ u64 load_acquire(const u64 *from) {
   return value;
 }
 
+static __device__ __forceinline__ u64 load_relaxed(const u64 *from) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 static __device__ __forceinline__ u32 load_host(const u32 *from) {
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -108,33 +114,49 @@ struct Call {
   // Called behind a barrier of the block.
   __device__ void signal(u64 epoch) const {
     if (stopped || threadIdx.x >= RANKS || threadIdx.x == peers.me) return;
-    store_release(&peers.arenas[threadIdx.x]->flags[blockIdx.x][peers.me], word(epoch));
+    signal_to(threadIdx.x, epoch);
   }
 
   // Waits until this block of every member has signalled `epoch` or a later one. Returns false to the whole block if
   // it must give up, in this and all later calls.
   __device__ bool wait(u64 epoch) {
     bool stop = stopped;
-    if (!stop && threadIdx.x < RANKS && threadIdx.x != peers.me) {
-      const u64 *flag = &mine->flags[blockIdx.x][threadIdx.x];
-      u64 seen = load_acquire(flag);
-      for (u32 spins = 1; seen >> FINGERPRINT_BITS < epoch; ++spins) {
-        if (spins % 256 == 0 && load_host(&peers.control->abort)) {
-          stop = true;
-          break;
-        }
-        seen = load_acquire(flag);
-      }
-      if (!stop && seen >> FINGERPRINT_BITS == epoch && seen != word(epoch)) {
-        store_host(&peers.control->call, (u32)number);
-        store_host(&peers.control->mismatch, 1 + threadIdx.x);
-        store_host(&peers.control->abort, 1);
-        stop = true;
-      }
-    }
+    if (!stop && threadIdx.x < RANKS && threadIdx.x != peers.me) stop = !wait_for<true>(threadIdx.x, epoch);
     stopped = __syncthreads_or(stop);
-    if (stopped && threadIdx.x == 0) *(volatile u64 *)&mine->stopped = 1;
+    if (stopped && threadIdx.x == 0) give_up();
     return !stopped;
+  }
+
+  // Waits until this block of a member has signalled `epoch` or a later one. Returns false to this thread if it must
+  // give up. IDLE: the other warps of the block wait, too.
+  template <bool IDLE> __device__ bool wait_for(u32 member, u64 epoch) const {
+    u64 seen;
+    if (!poll<IDLE>(&mine->flags[blockIdx.x][member], epoch << FINGERPRINT_BITS, seen)) return false;
+    if (seen >> FINGERPRINT_BITS != epoch || seen == word(epoch)) return true;
+    store_host(&peers.control->call, (u32)number);
+    store_host(&peers.control->mismatch, 1 + member);
+    store_host(&peers.control->abort, 1);
+    return false;
+  }
+
+  // Waits until a word of this member's memory is `least` or more. Returns false if it must give up. An acquiring load
+  // empties the multiprocessor's cache, which slows warps that are not idle; for these, only the last load acquires.
+  template <bool IDLE> __device__ bool poll(const u64 *word, u64 least, u64 &seen) const {
+    seen = load_acquire(word);
+    for (u32 spins = 1; seen < least; ++spins) {
+      if (spins % 256 == 0 && load_host(&peers.control->abort)) return false;
+      if (IDLE || load_relaxed(word) >= least) seen = load_acquire(word);
+    }
+    return true;
+  }
+
+  // This and all later calls of this block return at once.
+  __device__ void give_up() const { *(volatile u64 *)&mine->stopped = 1; }
+
+  // Signals to this block of one other member that it has reached `epoch`, which makes writes visible that happened
+  // before.
+  __device__ void signal_to(u32 member, u64 epoch) const {
+    store_release(&peers.arenas[member]->flags[blockIdx.x][peers.me], word(epoch));
   }
 
 private:

@@ -1,35 +1,82 @@
-// All-reduce of many or large tensors of TYPE, which has 16 or 32 bits, between two members, in chunks: while a block
-// waits for the peer's part of a chunk, it writes its own part of the next one. OP is an operation of number.cuh.
+// All-reduce of many or large tensors of TYPE, which has 16 or 32 bits, between two members, in chunks. OP is an
+// operation of number.cuh. The warps of a block have different roles and work on different chunks at the same time:
+//
+// - SENDERS warps write this member's part of a chunk into a slot at the peer. For them, one warp waits until the peer
+//   has released the slot, and another one signals to the peer that all of them have written.
+// - FOLDERS warps reduce a chunk. For them, one warp waits until the peer has signalled the chunk, and another one
+//   releases the slot when all of them have reduced.
 //
 // - CHK-1: each round counts as a call (PEER-4), although one launch makes many rounds. Every block makes all rounds
 //   of the launch, some of them without a chunk.
-// - CHK-2: a block has four slots in the peer's staging memory, separate from the halves of other calls. Before it
-//   writes chunk c + 1, the peer has signalled c - 1, so the peer has reduced c - 3, which used the same slot.
+// - CHK-2: a block has four slots in the peer's staging memory, separate from the halves of other calls. It writes
+//   into one only after the peer has released the chunk that was there, which may be one of an earlier launch.
 // - CHK-3: a member signals its second round only after the fingerprints of the first one agreed. All rounds have the
 //   launch's fingerprint; a flag that has advanced to a later round is not compared (PEER-2).
+// - CHK-4: input and output may be the same memory. Folders write the results of a chunk only after the senders have
+//   read it.
+// - CHK-5: a block that gives up (PEER-5) goes on through the rounds, because its warps wait for each other, but it
+//   sends, reduces, signals and releases nothing more.
 #include "chunk.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs.
 #define UNITS 128 // Of a chunk.
+#define SENDERS 8
+#define FOLDERS 16
 
 constexpr u64 CHUNK_ELEMS = (u64)UNITS * UNIT_VECTORS * LANES;
-constexpr int WARP_UNITS = UNITS / WARPS;
-// Number of units that a warp loads before it processes them.
-constexpr int UNROLL = 4;
-static_assert(WARP_UNITS == 8, "the marks of a warp's units are a byte");
+// Numbers of units that a sender and a folder load before they process them.
+constexpr int SEND_UNROLL = 4, FOLD_UNROLL = 2;
+static_assert(UNITS / SENDERS == 16, "the marks of a sender's units are 16 bits");
+static_assert(32 % (UNITS / FOLDERS) == 0, "the marks of a folder's units are in one word");
+
+// The first warps of the roles.
+enum Warp { FIRST_FOLDER = SENDERS, WAITS_FOR_SLOTS = SENDERS + FOLDERS, SIGNALS, WAITS_FOR_CHUNKS, RELEASES, END };
+constexpr int BLOCK_THREADS = END * WARP;
+
+union Marks {
+  Vector vector;
+  u32 words[UNITS / 32];
+  unsigned short senders[SENDERS];
+};
 
 // With 16 bits, the first and the second vectors of the units' threads are in the place of high and low halves.
 struct Slot {
   Vector highs[UNITS][WARP];
   Vector lows[UNITS][WARP];
-  u8 marks[WARPS]; // A bit for each unit of a warp: its low halves are there.
-  u8 unused[256 - WARPS];
+  Vector marks; // A bit for each unit: its low halves are there.
+  // The numbers of the last chunk that this member has sent to the slot with this number at the peer, and of the last
+  // one in it that the peer has reduced.
+  u64 sent, released;
+  u64 unused[28];
 };
 
 static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 number) {
   Slot *slots = (Slot *)((char *)all.peers.arenas[owner] + all.slots);
   return slots + blockIdx.x * SLOTS + number % SLOTS;
 }
+
+// Counts the warps of one role that have passed a point of each round; other warps wait for all of them. Each slot has
+// its own count: no warp is SLOTS rounds ahead of another one of its role, because it waits for the slot.
+struct Progress {
+  u32 counts[SLOTS];
+
+  // Called by all threads of a warp.
+  __device__ void pass(u32 round) {
+    __syncwarp();
+    if (threadIdx.x % WARP) return;
+    __threadfence_block();
+    atomicAdd(&counts[round % SLOTS], 1);
+  }
+
+  // Waits until `warps` warps have passed the point in a round. Called by all threads of a warp.
+  __device__ void wait(u32 round, u32 warps) const {
+    if (threadIdx.x % WARP == 0) {
+      while (*(volatile const u32 *)&counts[round % SLOTS] < (round / SLOTS + 1) * warps) __nanosleep(32);
+      __threadfence_block();
+    }
+    __syncwarp();
+  }
+};
 
 // Whether two numbers of 16 bits are reduced at once. Their results have the bits of Element and OP, also where these
 // round twice, to float32 and to TYPE: float32 has more than twice TYPE's bits of precision (Figueroa, "When is double
@@ -58,24 +105,25 @@ static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &t
   return result.vector;
 }
 
-// Writes a chunk to the peer's slot. Returns the marks of this warp's units.
-static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slot *to) {
-  const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// Writes a sender's units of a chunk to the peer's slot. Returns their marks.
+static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slot *to, u32 sender) {
+  constexpr int COUNT = UNITS / SENDERS;
+  const u32 lane = threadIdx.x % WARP;
   const bool vectors_are_whole = aligned(tensor.input);
   u32 marks = 0;
+#pragma unroll 1
+  for (int first = 0; first < COUNT; first += SEND_UNROLL) {
+    Vector vectors[SEND_UNROLL][2];
 #pragma unroll
-  for (int first = 0; first < WARP_UNITS; first += UNROLL) {
-    Vector vectors[UNROLL][2];
-#pragma unroll
-    for (int step = 0; step < UNROLL; ++step)
+    for (int step = 0; step < SEND_UNROLL; ++step)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u64 at = start + (warp * WARP_UNITS + first + step) * UNIT_VECTORS + half * WARP + lane;
+        const u64 at = start + (sender * COUNT + first + step) * UNIT_VECTORS + half * WARP + lane;
         vectors[step][half] = load(tensor.input, at, tensor.elems, vectors_are_whole);
       }
 #pragma unroll
-    for (int step = 0; step < UNROLL; ++step) {
-      const u32 unit = warp * WARP_UNITS + first + step;
+    for (int step = 0; step < SEND_UNROLL; ++step) {
+      const u32 unit = sender * COUNT + first + step;
       if constexpr (!HAS_HALVES) {
         to->highs[unit][lane] = vectors[step][0];
         to->lows[unit][lane] = vectors[step][1];
@@ -92,17 +140,19 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
   return marks;
 }
 
-// Reduces a chunk with the values that the peer wrote.
-static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, const Slot *received, bool mine_first) {
-  const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// Reduces a folder's units of a chunk with the values that the peer wrote.
+static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, const Slot *received, u32 folder,
+                                            bool mine_first) {
+  constexpr int COUNT = UNITS / FOLDERS;
+  const u32 lane = threadIdx.x % WARP, begin = folder * COUNT;
   const bool whole_input = aligned(tensor.input), whole_output = aligned(tensor.output);
-  const u32 marks = HAS_HALVES ? received->marks[warp] : ~0u;
+  const u32 marks = HAS_HALVES ? ((const u32 *)&received->marks)[begin / 32] >> begin % 32 : ~0u;
+#pragma unroll 1
+  for (int first = 0; first < COUNT; first += FOLD_UNROLL) {
+    Vector own[FOLD_UNROLL][2], highs[FOLD_UNROLL], lows[FOLD_UNROLL];
 #pragma unroll
-  for (int first = 0; first < WARP_UNITS; first += UNROLL) {
-    Vector own[UNROLL][2], highs[UNROLL], lows[UNROLL];
-#pragma unroll
-    for (int step = 0; step < UNROLL; ++step) {
-      const u32 unit = warp * WARP_UNITS + first + step;
+    for (int step = 0; step < FOLD_UNROLL; ++step) {
+      const u32 unit = begin + first + step;
       highs[step] = received->highs[unit][lane];
       lows[step] = make_uint4(0, 0, 0, 0);
       if (marks >> (first + step) & 1) lows[step] = received->lows[unit][lane];
@@ -112,8 +162,8 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
             load(tensor.input, start + unit * UNIT_VECTORS + half * WARP + lane, tensor.elems, whole_input);
     }
 #pragma unroll
-    for (int step = 0; step < UNROLL; ++step) {
-      const u64 at = start + (warp * WARP_UNITS + first + step) * UNIT_VECTORS + lane;
+    for (int step = 0; step < FOLD_UNROLL; ++step) {
+      const u64 at = start + (begin + first + step) * UNIT_VECTORS + lane;
       const Vector &high = highs[step], &low = lows[step];
       const Vector first = HAS_HALVES ? whole(high.x, high.y, low.x, low.y) : high;
       const Vector second = HAS_HALVES ? whole(high.z, high.w, low.z, low.w) : low;
@@ -123,37 +173,105 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_chunks(const __grid_constant__ Chunks all) {
-  // Two buffers, by parity of the round: warps of the next round write before the last thread of this round has read.
-  __shared__ union {
-    Vector vector;
-    u8 bytes[WARPS];
-  } marks[2];
-  Call call(all.peers);
+// What the warps of a block share.
+struct Block {
+  Marks marks[SLOTS];
+  Progress free, written, received, reduced;
+  volatile u32 gave_up;
+};
+
+// A warp of any role.
+struct Worker {
+  const Chunks &all;
+  const Call &call;
+  Block &block;
+  u32 me, other, lane;
+  Chunk<CHUNK_ELEMS> chunk = {};
+
+  __device__ Worker(const Chunks &all, const Call &call, Block &block)
+      : all(all), call(call), block(block), me(all.peers.me), other(1 - me), lane(threadIdx.x % WARP) {}
+
+  // Advances to the chunk of a round. Returns its tensor; null if there is none, or if the block has given up.
+  __device__ const Tensor *tensor(u32 round) {
+    chunk.seek(all, (u64)round * gridDim.x + blockIdx.x);
+    return chunk.tensor < all.count && !block.gave_up ? &all.tensors[chunk.tensor] : nullptr;
+  }
+
+  __device__ void wait_for_slot(u32 round, u64 number) {
+    const Slot *mine = slot(all, me, number);
+    const u64 before = round < SLOTS ? mine->sent : number - SLOTS; // The last chunk that was sent there.
+    u64 seen;
+    if (lane == 0 && !block.gave_up && !call.poll<false>(&mine->released, before, seen)) block.gave_up = 1;
+    block.free.pass(round);
+  }
+
+  __device__ void send(u32 round, u64 number, u32 sender) {
+    block.free.wait(round, 1);
+    if (const Tensor *tensor = this->tensor(round)) {
+      const u32 marks = write(*tensor, chunk.start, slot(all, other, number), sender);
+      if (lane == 0) block.marks[number % SLOTS].senders[sender] = marks;
+    }
+    block.written.pass(round);
+  }
+
+  __device__ void signal(u32 round, u64 number) {
+    block.written.wait(round, SENDERS);
+    if (lane || block.gave_up) return;
+    // CHK-3.
+    if (round == 1 && !call.wait_for<false>(other, 2 * call.number)) {
+      block.gave_up = 1;
+      return;
+    }
+    slot(all, other, number)->marks = block.marks[number % SLOTS].vector;
+    slot(all, me, number)->sent = number;
+    call.signal_to(other, 2 * number);
+  }
+
+  __device__ void wait_for_chunk(u32 round, u64 number) {
+    if (lane == 0 && !block.gave_up && !call.wait_for<false>(other, 2 * number)) block.gave_up = 1;
+    block.written.wait(round, SENDERS); // CHK-4.
+    block.received.pass(round);
+  }
+
+  __device__ void reduce(u32 round, u64 number, u32 folder) {
+    block.received.wait(round, 1);
+    if (const Tensor *tensor = this->tensor(round))
+      fold(*tensor, chunk.start, slot(all, me, number), folder, me == 0);
+    block.reduced.pass(round);
+  }
+
+  __device__ void release(u32 round, u64 number) {
+    block.reduced.wait(round, FOLDERS);
+    if (lane == 0 && !block.gave_up) store_release(&slot(all, other, number)->released, number);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) all_reduce_chunks(const __grid_constant__ Chunks all) {
+  __shared__ Block block;
+  for (u32 word = threadIdx.x; word < sizeof(block) / 4; word += BLOCK_THREADS) ((volatile u32 *)&block)[word] = 0;
+  const Call call(all.peers);
   // A member that has given up writes nothing more: others may still be reducing what it sent before (PEER-5).
   if (__syncthreads_or(call.stopped)) return;
-  const u32 me = all.peers.me, other = 1 - me;
-  Chunk<CHUNK_ELEMS> next = {}, last = {};
-  for (u32 round = 0; round <= all.rounds; ++round) {
-    if (round < all.rounds) {
-      next.seek(all, (u64)round * gridDim.x + blockIdx.x);
-      Slot *to = slot(all, other, call.number + round);
-      if (next.tensor < all.count) {
-        const u32 own = write(all.tensors[next.tensor], next.start, to);
-        if (threadIdx.x % WARP == 0) marks[round % 2].bytes[threadIdx.x / WARP] = own;
-      }
-      __syncthreads();
-      if (threadIdx.x == other && next.tensor < all.count) *(Vector *)to->marks = marks[round % 2].vector;
-      if (round == 1 && !call.wait(2 * call.number)) return;
-      call.signal(2 * (call.number + round));
-    }
-    if (round > 0) {
-      const u64 number = call.number + round - 1;
-      if (!call.wait(2 * number)) return;
-      if (last.tensor < all.count)
-        fold(all.tensors[last.tensor], last.start, slot(all, me, number), me == 0);
-    }
-    last = next;
+  Worker worker(all, call, block);
+  const u32 warp = threadIdx.x / WARP;
+  for (u32 round = 0; round < all.rounds; ++round) {
+    const u64 number = call.number + round;
+    if (warp < FIRST_FOLDER)
+      worker.send(round, number, warp);
+    else if (warp < WAITS_FOR_SLOTS)
+      worker.reduce(round, number, warp - FIRST_FOLDER);
+    else if (warp == WAITS_FOR_SLOTS)
+      worker.wait_for_slot(round, number);
+    else if (warp == SIGNALS)
+      worker.signal(round, number);
+    else if (warp == WAITS_FOR_CHUNKS)
+      worker.wait_for_chunk(round, number);
+    else
+      worker.release(round, number);
   }
-  call.count(all.rounds);
+  __syncthreads();
+  if (!block.gave_up)
+    call.count(all.rounds);
+  else if (threadIdx.x == 0)
+    call.give_up();
 }
