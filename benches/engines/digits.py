@@ -375,6 +375,7 @@ REFERENCE = Engine("smdrun", lambda: importlib.metadata.version("opensmd"), trai
 ENGINES = {
     **_mpi("Open MPI", "openmpi4"),
     **_mpi("Open MPI", "openmpi5"),
+    **_mpi("MPICH", "mpich4"),
     **_mpi("MPICH", "mpich"),
     "slurm": Engine(
         "Slurm",

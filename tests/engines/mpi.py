@@ -1,4 +1,4 @@
-"""The `mpirun` of each MPI that tests start jobs with: Debian's Open MPI 4, and Open MPI 5 and MPICH of PyPI.
+"""The `mpirun` of each MPI that tests start jobs with: Debian's Open MPI 4 and MPICH 4, and Open MPI 5 and MPICH 5 of PyPI.
 
 MPIS["mpich"].command(2)            # starts two ranks of the Python file that is appended to it
 MPIS["mpich"].on_hosts(hosts, 2)    # one on each network namespace
@@ -24,18 +24,20 @@ _AS_ROOT = ["--allow-run-as-root"] if os.getuid() == 0 else []
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI. `folder` is where `make test-engines` installs it, None for that of the system."""
+    """An MPI. `folder` is where `make test-engines` installs it, None for that of the system, whose tools end in `suffix`."""
 
     family: str
     folder: Path | None = None
+    suffix: str = ""
 
     def tool(self, name: str) -> str | None:
         """Path of `mpirun` or `mpicc`."""
-        return shutil.which(name, path=str(self.folder / "bin") if self.folder else None)
+        return shutil.which(f"{name}{self.suffix}", path=str(self.folder / "bin") if self.folder else None)
 
     def missing(self) -> str | None:
         """Why it cannot be used here; None if it can."""
-        where = "package openmpi-bin" if self.folder is None else "`make test-engines` installs it"
+        package = "mpich and libmpich-dev" if self.family == "mpich" else "openmpi-bin"
+        where = f"package {package}" if self.folder is None else "`make test-engines` installs it"
         return None if self.tool("mpirun") and self.tool("mpicc") else f"this MPI is not installed ({where})"
 
     def environment(self, temporary: Path) -> dict[str, str]:
@@ -48,7 +50,7 @@ class Mpi:
         return [str(self.tool("mpirun")), *self._placed(), *options, "-n", str(n), sys.executable]
 
     def survival(self) -> list[str]:
-        """Options with which ranks go on when another one is killed. MPICH 5 ends them even with `-disable-auto-cleanup`."""
+        """Options with which ranks go on when another one is killed. MPICH ends them even with `-disable-auto-cleanup`."""
         recovery = {"openmpi4": ["--enable-recovery"], "openmpi5": ["--runtime-options", "recoverable,continuous"]}
         return recovery.get(self.family, [])
 
@@ -81,5 +83,6 @@ class Mpi:
 MPIS = {
     "openmpi4": Mpi("openmpi4"),
     "openmpi5": Mpi("openmpi5", ROOT / "build" / "openmpi"),
+    "mpich4": Mpi("mpich", suffix=".mpich"),
     "mpich": Mpi("mpich", ROOT / "build" / "mpich"),
 }

@@ -33,6 +33,7 @@ AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
+TmpFS={folder}/tmp.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 MailProg=/bin/true
@@ -103,7 +104,8 @@ class SlurmCluster:
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         # munged wants that all users can reach its socket.
         folder.chmod(0o755)
-        for name in ("state", *(f"spool.smd-host-{number}" for number in numbers)):
+        # The folders for temporary files of the hosts, which have the same file system, are for PMIx.
+        for name in ("state", *(f"{kind}.smd-host-{number}" for number in numbers for kind in ("spool", "tmp"))):
             (folder / name).mkdir()
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))

@@ -208,8 +208,7 @@ impl Peers {
         let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(chunk_elems)).sum();
         let (blocks, rounds) = blocks(chunks, overlap);
         let lengths = tensors.iter().map(|tensor| tensor.elems);
-        let call: Vec<u64> =
-            [3, dtype as u64, op as u64, ALL, u64::from(blocks)].into_iter().chain(lengths).collect();
+        let call: Vec<u64> = [3, dtype as u64, op as u64, ALL, u64::from(blocks)].into_iter().chain(lengths).collect();
         let mut argument = ChunksArgument {
             peers: self.argument(&call),
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
