@@ -23,7 +23,7 @@ from pathlib import Path
 
 import processes
 
-from support import hosts, launchers
+from support import hosts, launchers, neighbours
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A variable of all processes of a cluster, by which they are found.
@@ -42,18 +42,23 @@ class RayCluster:
         has_hosts: bool = False,
         joining: int = 0,
         has_job_server: bool = False,
+        user: int = 0,
     ) -> None:
         """Takes the number of CPUs of each node, and the indices of its GPUs.
 
         With `has_hosts`, each node is a host to the library, and scripts run on that of the head; there are hosts for `joining` more
         nodes. Otherwise the cluster is one host. With `has_job_server`, which needs `ray[default]`, the cluster accepts `submit`.
+        All processes are those of `user`: 0 is that of the test, the other one `neighbours.NOBODY`.
         """
         self._cpus = cpus
         self._gpus = gpus or [[] for _ in cpus]
         self._hosts = hosts.Hosts(len(cpus) + joining) if has_hosts else None
+        self._user = user
         # Paths of sockets have at most 107 bytes.
-        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        self.folder = neighbours.private_folder(user) if user else Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         (self.folder / "tmp").mkdir()
+        if user:
+            os.chown(self.folder / "tmp", user, user)
         self.address = ""
         self._job_server = f"http://{self._address(0)}:{_free_port()}" if has_job_server else ""
         #: `ray start` of each node, by number; None where it was removed.
@@ -219,7 +224,7 @@ class RayCluster:
         return json.loads(out.read_text())
 
     def _on(self, number: int) -> list[str]:
-        return self._hosts.on(number) if self._hosts else []
+        return [*(self._hosts.on(number) if self._hosts else []), *neighbours.as_user(self._user)]
 
     def processes(self) -> list[tuple[int, str]]:
         """Ids and commands of the cluster's processes and of the processes that they started."""

@@ -8,6 +8,8 @@ assert files_left(folder, before) == []
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from pathlib import Path
 
@@ -20,15 +22,25 @@ def shared_memory() -> set[str]:
 
 
 def files_left(folder: Path, before: set[str]) -> list[str]:
-    """Files below `folder`, and those in /dev/shm that are not in `before`.
+    """Files below `folder`, and those in /dev/shm that are not in `before` and that no process uses.
 
-    PyTorch leaves empty folders, which do not count.
+    Call it when no process of the job is left: a file in use is another program's. PyTorch leaves empty folders, which do not count.
     """
     if shared_memory() - before:
         # Another program's file may be there for a moment. A file that the job left stays.
         time.sleep(1.0)
     files = [str(path) for path in folder.rglob("*") if not path.is_dir()]
-    return sorted([*files, *(f"/dev/shm/{name}" for name in shared_memory() - before)])
+    return sorted([*files, *(f"/dev/shm/{name}" for name in shared_memory() - before - _mapped())])
+
+
+def _mapped() -> set[str]:
+    """Names of the files in /dev/shm that processes have mapped."""
+    names: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        # Processes end meanwhile.
+        with contextlib.suppress(OSError):
+            names.update(re.findall(r"/dev/shm/(\S+)$", path.read_text(errors="replace"), re.MULTILINE))
+    return names
 
 
 def processes_left(folder: Path) -> dict[int, processes.Process]:

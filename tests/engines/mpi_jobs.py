@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from leftovers import files_left, processes_left, shared_memory
 from mpi import MPIS, ROOT
 from waiting import NOTICE_SECONDS, VARIABLES, check_errors, wait_until_ranks_train, write_training
 
-from support import hosts
+from support import hosts, neighbours
+from support.neighbours import NOBODY, Job, Watch, as_user, check_sessions
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -49,6 +51,7 @@ def losses(output):
 
 
 needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+needs_users = pytest.mark.skipif(neighbours.missing() is not None, reason=str(neighbours.missing()))
 
 
 def start(command, environment, *arguments, script=TRAIN):
@@ -64,26 +67,60 @@ def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
     assert "on 2 ranks" in output
 
 
-def test_two_jobs_side_by_side_do_not_meet(mpi, tmp_path):
-    """Those of MPICH have equal variables."""
-    meet = tmp_path / "meet.py"
-    meet.write_text(
-        "from smdistributed import _core\nfrom smdistributed._common import lifecycle\nlifecycle.init()\n"
-        "for _ in range(50): _core.barrier(0)\nprint(f'session {_core.session_id()}\\n', end='', flush=True)\n"
-    )
+def meet(start_job, users):
+    """Two jobs at once, each in a session of its own. Returns the secrets of each, and the places where they could be read."""
     jobs = []
-    for name in ("a", "b"):
-        # Open MPI's files: two jobs would meet in one folder for sessions.
-        (tmp_path / name).mkdir()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        environment = mpi.environment(tmp_path / name)
-        jobs.append(subprocess.Popen([*mpi.command(2), str(meet)], env=environment, text=True, **pipes))
-    outputs = [job.communicate(timeout=200)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    sessions = [re.findall(r"session (\d+)", output) for output in outputs]
-    assert [len(each) for each in sessions] == [2, 2], outputs
-    assert [len(set(each)) for each in sessions] == [1, 1], outputs
-    assert sessions[0] != sessions[1]
+    with Watch() as watch:
+        try:
+            for number, user in enumerate(users):
+                jobs.append(start_job(user, 10**number))
+            for job in jobs:
+                job.wait_until_it_runs()
+            found = [job.secrets() for job in jobs]
+            watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
+            outputs = [job.finish() for job in jobs]
+            watch.look_at_files()
+        finally:
+            for job in jobs:
+                job.end()
+    check_sessions(outputs)
+    return found, watch.places(outputs)
+
+
+@needs_users
+@pytest.mark.parametrize("has_secret", [False, True], ids=["no secret", "a secret"])
+@pytest.mark.parametrize("second", [0, NOBODY], ids=["one user", "two users"])
+def test_two_jobs_side_by_side_do_not_meet_and_keep_their_secrets(mpi, second, has_secret, tmp_path):
+    """Those of MPICH have equal variables."""
+
+    def start_job(user, factor):
+        # mpirun asks `access` about the program, which disregards the capability; `env` disregards nothing.
+        command = [*as_user(user), *mpi.command(2)[:-1], "env", sys.executable]
+        own = {"SMD_SECRET": secrets.token_hex(32)} if has_secret else {}
+        return Job(user, command, {**mpi.environment(tmp_path), **own}, factor)
+
+    found, places = meet(start_job, (0, second))
+    assert [bool(each) for each in found] == [has_secret] * 2
+    assert not found[0] & found[1]
+    assert places == []
+
+
+@needs_users
+@needs_network
+def test_two_jobs_on_the_same_hosts_keep_their_secrets(mpi, tmp_path):
+    """`mpirun -x SMD_SECRET` passes the secret to the other host, as docs/security.md says."""
+    with hosts.Hosts(2) as two:
+        two.name_each_other()
+
+        def start_job(user, factor):
+            command = mpi.on_hosts(two, 2, ["SMD_SECRET"])
+            environment = {**mpi.environment(tmp_path), "SMD_SECRET": secrets.token_hex(32)}
+            return Job(user, command, environment, factor)
+
+        found, places = meet(start_job, (0, 0))
+    assert all(found)
+    assert not found[0] & found[1]
+    assert places == []
 
 
 @needs_network

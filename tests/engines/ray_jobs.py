@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import ROOT, RayCluster
 from leftovers import files_left, shared_memory
-from ray_training import train
+from ray_training import meet_at_once, train
 from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
 
-from support import hosts, launchers
+from support import hosts, launchers, neighbours
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -649,3 +650,29 @@ def test_an_elastic_job_goes_on_without_a_host_whose_link_is_cut():
         check_that_an_elastic_job_goes_on(cluster, cut_the_link)
         assert files_left(cluster.folder / "tmp", before) == []
     assert shared_memory() - before == set()
+
+
+@pytest.mark.skipif(neighbours.missing() is not None, reason=str(neighbours.missing()))
+@pytest.mark.parametrize("jobs", [("executor", "executor"), ("elastic executor", "ray train")], ids=" beside ".join)
+def test_two_jobs_at_once_do_not_meet_and_keep_their_secrets(jobs):
+    """Ray's logs, in detail, contain no secret. A cluster belongs to one user, so both jobs do."""
+    cluster = RayCluster(cpus=[2, 2])
+    cluster.environment["RAY_BACKEND_LOG_LEVEL"] = "debug"
+    with cluster, neighbours.Watch(cluster.folder) as watch:
+        found, outputs = meet_at_once([(0, cluster, job) for job in jobs], watch)
+    assert watch.places(outputs) == []
+    # SMD_SECRET as text and as bytes, and Horovod's key in one form more.
+    assert [len(each) for each in found] == [2 if job == "ray train" else 5 for job in jobs]
+    assert not found[0] & found[1]
+
+
+@pytest.mark.skipif(neighbours.missing() is not None, reason=str(neighbours.missing()))
+def test_clusters_of_two_users_at_once_keep_their_secrets():
+    users = (0, neighbours.NOBODY)
+    with contextlib.ExitStack() as stack:
+        clusters = [stack.enter_context(RayCluster(cpus=[2], user=user)) for user in users]
+        watch = stack.enter_context(neighbours.Watch(*(cluster.folder for cluster in clusters)))
+        places = [(user, cluster, "executor") for user, cluster in zip(users, clusters, strict=True)]
+        found, outputs = meet_at_once(places, watch)
+    assert not found[0] & found[1]
+    assert watch.places(outputs) == []

@@ -1,16 +1,24 @@
 """A training on a Ray cluster, with CPU tensors or on GPUs, whose losses are those of one process on a CPU.
 
 results = train(cluster, "executor over hosts", "cuda")     # by rank
+
+`meet_at_once` runs jobs beside each other.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import textwrap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from cluster import RayCluster
+
+from support import neighbours
 
 _TRAINING = """
     import json, os, sys
@@ -135,3 +143,93 @@ def train(cluster: RayCluster, job: str, kind: str, timeout: float = 120.0) -> l
     assert alone[-1] < 0.8 * alone[0]
     assert len({each["gpu"] for each in results}) == (2 if kind == "cuda" else 1), (job, results)
     return results
+
+
+_MEETING = """
+import os, sys
+import ray
+
+folder, factor = sys.argv[1], int(sys.argv[2])
+
+def train():
+    import torch
+    import horovod.torch as hvd
+    hvd.init()
+    meet(folder, factor, lambda number: hvd.allreduce(torch.ones(8) * number, op=hvd.Sum)[0].item())
+    return hvd.rank()
+
+def train_with_ray_train():
+    import torch
+    import torch.distributed as dist
+    def add(number):
+        tensor = torch.ones(8) * number
+        dist.all_reduce(tensor)
+        return tensor[0].item()
+    meet(folder, factor, add)
+"""
+
+_MEETINGS = {
+    "executor": """
+        from horovod.ray import RayExecutor
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+        executor.start()
+        assert executor.run(train) == [0, 1]
+        executor.shutdown()
+    """,
+    "elastic executor": """
+        from horovod.ray import ElasticRayExecutor
+        executor = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2, timeout_s=120))
+        executor.start()
+        assert executor.run(train) == [0, 1]
+    """,
+    "ray train": """
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+        from smdistributed.integrations.ray import SmdConfig
+        TorchTrainer(
+            train_with_ray_train, torch_config=SmdConfig(timeout_s=120),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name="meeting", storage_path=folder),
+        ).fit()
+    """,
+}
+
+#: Arguments of `ray.init`. Ray shows this secret to all users of the host; the job's own one must replace it.
+_OPTIONS = {"ray train": 'runtime_env={"env_vars": {"SMD_SECRET": "a-secret-that-Ray-shows"}}'}
+
+
+def meet_at_once(
+    places: Sequence[tuple[int, RayCluster, str]], watch: neighbours.Watch
+) -> tuple[list[set[bytes]], list[str]]:
+    """Lets jobs of two workers each meet at the same time, each in a session of its own.
+
+    Args:
+        places: The user, the cluster and the job, one of `_MEETINGS`, of each.
+        watch: Looks for the secrets.
+
+    Returns:
+        The secrets of each job, and what it has printed.
+    """
+    folders, printed, found = [], [], []
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        # On an error, so that the jobs end before the pool.
+        stack.callback(lambda: [(folder / "go").touch() for folder in folders])
+        for number, (user, cluster, job) in enumerate(places):
+            folders.append(cluster.folder / f"job{number}")
+            folders[-1].mkdir()
+            os.chown(folders[-1], user, user)
+            path = cluster.folder / f"meet{number}.py"
+            main = f"ray.init({_OPTIONS.get(job, '')})\n{textwrap.dedent(_MEETINGS[job])}"
+            main = f"if __name__ == '__main__':\n{textwrap.indent(main, '    ')}"
+            path.write_text(neighbours.MEET + _MEETING + main)
+            printed.append(pool.submit(cluster.run, path, folders[-1], 10**number, timeout=300))
+            if job == "elastic executor":
+                # It takes the first slots of the cluster, whether they are free or not.
+                found.append(neighbours.wait_for_secrets(folders[-1], printed[-1].done))
+        for folder, each in list(zip(folders, printed, strict=True))[len(found) :]:
+            found.append(neighbours.wait_for_secrets(folder, each.done))
+        watch.look((user, own) for (user, _, _), own in zip(places, found, strict=True))
+    watch.look_at_files()
+    neighbours.check_sessions([neighbours.text_of(folder) for folder in folders])
+    return found, [each.result() for each in printed]

@@ -9,7 +9,10 @@ import re
 import secrets
 import shutil
 import signal
+import stat
+import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -20,8 +23,11 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from leftovers import files_left, shared_memory
-from slurm import SlurmCluster, missing
+from slurm import ROOT, SlurmCluster, missing
 from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
+
+from support import neighbours
+from support.neighbours import NOBODY, Job, Watch, as_user, check_sessions
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -71,6 +77,14 @@ def test_two_hosts_train_as_one(cluster):
     assert len(losses(both)) == 3
     assert losses(both) == pytest.approx(losses(alone), abs=1e-4)
     assert "open to the network" not in both
+
+
+@pytest.mark.skipif(shutil.which("mpicc") is None, reason="Open MPI is not installed (package libopenmpi-dev)")
+def test_open_mpi_moves_tensors_with_pmix(cluster):
+    job, *words = srun()
+    output = cluster.run(job, "--mpi=pmix", *words, TRAIN, "--epochs", "3", SMD_LOG="info")
+    assert len(re.findall("Open MPI v4.* moves CPU tensors between hosts", output)) == 2, output
+    assert losses(output) == pytest.approx(losses(cluster.run(*srun(1), TRAIN, "--epochs", "3")), abs=1e-4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
@@ -174,3 +188,83 @@ def test_a_job_that_is_queued_again_goes_on_from_its_newest_checkpoint(cluster):
     assert "accuracy" in text, text
     alone = cluster.run(*srun(1), TRAIN, "--epochs", "4")
     assert losses(text)[-1] == pytest.approx(losses(alone)[-1], abs=1e-4)
+
+
+needs_users = pytest.mark.skipif(neighbours.missing() is not None, reason=str(neighbours.missing()))
+
+#: The variable by which a Python outside of the environment of the tests finds its packages.
+PACKAGES = [f"PYTHONPATH={ROOT / 'python'}:{sysconfig.get_path('purelib')}"]
+
+
+def python_of(user):
+    """A Python that a user may run. `srun` passes no capability on, and the tests' own Python may lie where only root may look."""
+    for path in (sys.executable, "/usr/bin/python3"):
+        words = [*as_user(user, reads_all=False), "env", *PACKAGES, path, "-c", "import smdistributed, torch"]
+        if subprocess.run(words, capture_output=True, check=False).returncode == 0:
+            return path
+    pytest.skip("the user nobody can run no Python with this library")
+
+
+def meet(cluster, starter, users, own_secrets):
+    """Two jobs at once, each in a session of its own. Returns the places with their secrets, and what they have printed."""
+    environment = {name: value for name, value in cluster.environment.items() if name != "SMD_SECRET"}
+    jobs = []
+    with Watch(cluster.folder) as watch:
+        try:
+            for number, (user, secret) in enumerate(zip(users, own_secrets, strict=True)):
+                words = [*cluster.command(*as_user(user, reads_all=False), "env", *PACKAGES), *starter, python_of(user)]
+                own = {"SMD_SECRET": secret} if secret else {}
+                jobs.append(Job(user, words, environment | own, factor=10**number))
+            for job in jobs:
+                job.wait_until_it_runs()
+            found = [job.secrets() for job in jobs]
+            watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
+            outputs = [job.finish() for job in jobs]
+            watch.look_at_files()
+        finally:
+            for job in jobs:
+                job.end()
+            cluster.ask("scancel", "--user=root,nobody")
+            wait_for(lambda: not cluster.ask("squeue", "--noheader"), 60)
+    assert [secret is None or secret.encode() in own for secret, own in zip(own_secrets, found, strict=True)] == [
+        True,
+        True,
+    ]
+    check_sessions(outputs)
+    return watch.places(outputs), outputs
+
+
+@needs_users
+@pytest.mark.parametrize("second", [0, NOBODY], ids=["one user", "two users"])
+@pytest.mark.parametrize(
+    ("options", "has_secret"),
+    [
+        (("-N2", "-n2"), True),
+        (("-N2", "-n2"), False),
+        (("-N1", "-n2", "--overcommit", "--nodelist=smd-host-0"), False),
+    ],
+    ids=["two hosts", "two hosts without a secret", "one host without a secret"],
+)
+def test_two_jobs_at_once_do_not_meet_and_keep_their_secrets(cluster, options, has_secret, second):
+    """On two hosts without a secret, Slurm's variables tell the jobs apart, and each says that it is open to the network."""
+    own = [secrets.token_hex(32) if has_secret else None for _ in range(2)]
+    places, outputs = meet(cluster, ["srun", *options], (0, second), own)
+    assert places == []
+    is_open = "-N2" in options and not has_secret
+    assert ["open to the network" in output for output in outputs] == [is_open] * 2, outputs
+
+
+@needs_users
+def test_slurm_keeps_the_secrets_of_batch_jobs_where_only_root_can_read(cluster):
+    """`slurmctld` keeps the variables of a batch job in its state, so that it can queue the job again. No other file has them."""
+    script = cluster.folder / "meet.sbatch"
+    script.write_text('#!/bin/sh\nsrun "$@" && touch "$TMPDIR/done"\n')
+    submit = f'sbatch --output="$TMPDIR/printed" -N2 -n2 {script} "$@" || exit 1'
+    # `sbatch --wait` asks only every few seconds.
+    wait = 'until [ -e "$TMPDIR/done" ]; do sleep 0.1; done; cat "$TMPDIR/printed"'
+    own = [secrets.token_hex(32) for _ in range(2)]
+    places, _ = meet(cluster, ["sh", "-c", f"{submit}; {wait}", "sh"], (0, 0), own)
+    state = re.compile(rf"{re.escape(str(cluster.folder))}/state/hash\.\d/job\.\d+/environment")
+    assert [place for place in places if not state.fullmatch(place)] == []
+    kept = [Path(place).stat() for place in places]
+    assert [(stat.S_IMODE(each.st_mode), each.st_uid) for each in kept] == [(0o600, 0)] * len(own)

@@ -21,7 +21,7 @@ from pathlib import Path
 import processes
 from waiting import output_of
 
-from support import launchers
+from support import launchers, neighbours
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A variable of all processes of an application, by which they are found.
@@ -47,8 +47,11 @@ def spark(**options):
 class SparkCluster:
     """A folder and an environment for Spark applications, from `with` on until its end."""
 
-    def __init__(self, master: str = "local-cluster[2,1,1024]") -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="spark"))
+    def __init__(self, master: str = "local-cluster[2,1,1024]", user: int = 0) -> None:
+        """Takes the cluster that applications make, and the user who starts them: 0 is that of the test, the other one `NOBODY`."""
+        self._user = user
+        # The test's own folder is closed to other users.
+        self.folder = neighbours.private_folder(user) if user else Path(tempfile.mkdtemp(prefix="spark"))
         self.environment = {
             **launchers.clean_environment(),
             _MARK: str(self.folder),
@@ -72,6 +75,9 @@ class SparkCluster:
         for path in Path(pyspark.__file__).parent.iterdir():
             if path.name != "work":
                 (home / path.name).symlink_to(path)
+        if self._user:
+            for folder in (home, self.folder / "tmp"):
+                os.chown(folder, self._user, self._user)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,7 +104,7 @@ class SparkCluster:
 
     def start(self, *command: object) -> subprocess.Popen[str]:
         """Starts an application."""
-        words = [sys.executable, *map(str, command)]
+        words = [*neighbours.as_user(self._user), sys.executable, *map(str, command)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(words, cwd=ROOT, env=self.environment, text=True, **pipes)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from leftovers import files_left, shared_memory
 from spark import ROOT, SparkCluster
+from waiting import output_of
+
+from support import neighbours
+from support.neighbours import NOBODY
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -307,3 +315,69 @@ def test_an_elastic_job_that_loses_an_executor_sees_every_sample(cluster):
     assert "FAILED the elastic job has ended with a failure" in output
     assert "KeyError('no such thing')" in output
     assert "REFUSED min_num_proc is 3, num_proc 2" in output
+
+
+#: The ranks wait for a file in the folder of the first argument, and their sums depend on the second one.
+MEETING = """
+    from horovod.runner.util import peers
+
+    folder, factor = sys.argv[1], int(sys.argv[2])
+    original = peers.PeerServer.__init__
+    def noted(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        with open(f"{folder}/keys", "a") as file:
+            file.write(self.key.hex() + "\\n")
+    peers.PeerServer.__init__ = noted
+
+    def train():
+        import torch
+        import horovod.torch as hvd
+        hvd.init()
+        meet(folder, factor, lambda number: hvd.allreduce(torch.ones(8) * number, op=hvd.Sum)[0].item())
+        return hvd.rank()
+
+    os.mkdir(f"{folder}/events")
+    session = spark(**{
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": f"file://{folder}/events",
+        "spark.executor.syncLogLevel.enabled": "true",
+    })
+    session.sparkContext.setLogLevel("DEBUG")
+    assert horovod.spark.run(train, num_proc=2, start_timeout=200) == [0, 1]
+    session.sparkContext.setLogLevel("ERROR")
+    session.stop()
+    assert os.listdir(f"{folder}/events")
+"""
+
+
+@pytest.mark.skipif(neighbours.missing() is not None, reason=str(neighbours.missing()))
+@pytest.mark.parametrize("second", [0, NOBODY], ids=["one user", "two users"])
+def test_two_applications_at_once_do_not_meet_and_keep_their_secrets(second):
+    """Spark's folders and logs, in detail, contain no secret: neither that of the ranks, nor those of the driver's servers."""
+    with contextlib.ExitStack() as stack:
+        clusters = [stack.enter_context(SparkCluster())]
+        clusters.append(stack.enter_context(SparkCluster(user=second)) if second else clusters[0])
+        watch = stack.enter_context(neighbours.Watch(*{cluster.folder for cluster in clusters}))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        folders, printed, found = [], [], []
+        try:
+            for number, (user, cluster) in enumerate(zip((0, second), clusters, strict=True)):
+                folders.append(cluster.folder / f"job{number}")
+                folders[-1].mkdir()
+                os.chown(folders[-1], user, user)
+                path = cluster.script(f"meet{number}", neighbours.MEET + textwrap.dedent(MEETING))
+                process = cluster.start(path, folders[-1], 10**number)
+                stack.callback(process.kill)
+                printed.append(pool.submit(output_of, process, 300))
+                # One after the other: two local clusters that start in the same second give their applications one name.
+                found.append(neighbours.wait_for_secrets(folders[-1], printed[-1].done))
+                assert len(found[-1]) == 9, "in several forms each: SMD_SECRET, Horovod's key, and those of two servers"
+            watch.look(zip((0, second), found, strict=True))
+        finally:
+            for folder in folders:
+                (folder / "go").touch()
+        outputs = [each.result() for each in printed]
+        watch.look_at_files()
+        neighbours.check_sessions([neighbours.text_of(folder) for folder in folders])
+    assert not found[0] & found[1]
+    assert watch.places(outputs) == []

@@ -57,7 +57,8 @@ class SmdBackend(_TorchBackend):
 
 
 def _prepare(secret: str) -> None:
-    # A secret of the user's own, which runtime_env sets, stays.
-    os.environ.setdefault("SMD_SECRET", secret)
+    # In place of one that is set already: those of the cluster are the same in all jobs, and Ray writes those of
+    # `runtime_env` into its logs and into command lines.
+    os.environ["SMD_SECRET"] = secret
     # Importing it registers the backend.
     import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
