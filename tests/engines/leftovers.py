@@ -21,16 +21,21 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def files_left(folder: Path, before: set[str]) -> list[str]:
-    """Files below `folder`, and those in /dev/shm that are not in `before` and that no process uses.
+def shared_memory_left(before: set[str]) -> list[str]:
+    """Files in /dev/shm that are not in `before` and that no process has mapped.
 
-    Call it when no process of the job is left: a file in use is another program's. PyTorch leaves empty folders, which do not count.
+    Call it when no process of the job is left: a file in use is another program's.
     """
     if shared_memory() - before:
         # Another program's file may be there for a moment. A file that the job left stays.
         time.sleep(1.0)
+    return sorted(f"/dev/shm/{name}" for name in shared_memory() - before - _mapped())
+
+
+def files_left(folder: Path, before: set[str]) -> list[str]:
+    """Files below `folder`, and those of `shared_memory_left`. PyTorch leaves empty folders, which do not count."""
     files = [str(path) for path in folder.rglob("*") if not path.is_dir()]
-    return sorted([*files, *(f"/dev/shm/{name}" for name in shared_memory() - before - _mapped())])
+    return sorted([*files, *shared_memory_left(before)])
 
 
 def _mapped() -> set[str]:

@@ -69,6 +69,12 @@ def wait_for(what, patience=300.0):
     return found
 
 
+def wait_for_training(job):
+    """Reads what `srun` prints up to the first epoch. It says when a job waits until the previous one has left the hosts."""
+    while "epoch 1" not in (line := job.stdout.readline()):
+        assert line.startswith("srun: job "), line
+
+
 def test_two_hosts_train_as_one(cluster):
     both = cluster.run(*srun(), TRAIN, "--epochs", "3")
     alone = cluster.run(*srun(1), TRAIN, "--epochs", "3")
@@ -120,7 +126,7 @@ def test_model_parallelism(cluster):
 
 def test_a_killed_rank_is_named(cluster, leaves_no_files):
     job = cluster.start("srun", "-N2", "-n2", "--kill-on-bad-exit=0", sys.executable, TRAIN, "--pause", "0.1")
-    assert "epoch 1" in job.stdout.readline()
+    wait_for_training(job)
     os.kill(cluster.ranks(TRAIN)[1], signal.SIGKILL)
     killed = time.monotonic()
     while not re.search(r"Error: rank 1 died .* on host smd-host-1", line := job.stdout.readline()):
@@ -133,7 +139,7 @@ def test_a_killed_rank_is_named(cluster, leaves_no_files):
 
 def test_scancel_leaves_nothing(cluster, leaves_no_files):
     job = cluster.start("srun", "--job-name", "long", "-N2", "-n2", sys.executable, TRAIN, "--pause", "0.1")
-    assert "epoch 1" in job.stdout.readline()
+    wait_for_training(job)
     assert len(cluster.ranks(TRAIN)) == 2
     cluster.run("scancel", "--name", "long")
     output, _ = job.communicate(timeout=60)
