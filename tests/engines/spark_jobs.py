@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,11 @@ if shutil.which("java") is None:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from leftovers import files_left, shared_memory
+from leftovers import files_left, shared_memory, shared_memory_left
 from spark import ROOT, SparkCluster
-from waiting import output_of
+from waiting import VARIABLES, check_errors, output_of, wait_until_ranks_train, write_training
 
-from support import neighbours
+from support import hosts, neighbours
 from support.neighbours import NOBODY
 
 pytestmark = pytest.mark.timeout(900)
@@ -381,3 +382,38 @@ def test_two_applications_at_once_do_not_meet_and_keep_their_secrets(second):
         neighbours.check_sessions([neighbours.text_of(folder) for folder in folders])
     assert not found[0] & found[1]
     assert watch.places(outputs) == []
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+def test_every_rank_names_the_host_whose_link_is_cut(tmp_path):
+    """On both sides of the cut, on a cluster of Spark's own master and workers. Spark itself gives the worker up later."""
+    before = shared_memory()
+    body = """
+        def train(path):
+            import runpy, socket
+            import horovod.torch as hvd
+            hvd.init()
+            print("RANK", hvd.rank(), socket.gethostname(), flush=True)
+            runpy.run_path(path)
+
+        spark(spark_network_timeout="20s", spark_network_timeoutInterval="5s", spark_executor_heartbeatInterval="2s")
+        try:
+            horovod.spark.run(train, (os.environ["TRAINING"],), num_proc=2, env=dict(VARIABLES))
+        except Exception as error:
+            print("CALLER", str(error).replace("\\n", " "), flush=True)
+    """
+    with SparkCluster(has_hosts=True) as cluster:
+        cluster.environment |= {"TRAINING": str(write_training(tmp_path))}
+        process = cluster.start(cluster.script("cut", body.replace("VARIABLES", repr(VARIABLES))))
+        try:
+            wait_until_ranks_train(tmp_path, 2, process)
+            pids = [(tmp_path / f"training.{rank}").read_text() for rank in range(2)]
+            assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in pids}) == 2
+            cluster.cut(1)
+            check_errors(tmp_path, {0: [1], 1: [0]}, time.time())
+            output, _ = process.communicate(timeout=200)
+        finally:
+            process.kill()
+            process.wait()
+        assert re.search(r"^CALLER .*rank \d", output, re.MULTILINE), output
+    assert shared_memory_left(before) == []

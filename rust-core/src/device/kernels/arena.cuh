@@ -133,6 +133,9 @@ struct Call {
     u64 seen;
     if (!poll<IDLE>(&mine->flags[blockIdx.x][member], epoch << FINGERPRINT_BITS, seen)) return false;
     if (seen >> FINGERPRINT_BITS != epoch || seen == word(epoch)) return true;
+    // The peer detects the mismatch, too, also where other warps of this block would signal later. It is not taken for
+    // data, since the fingerprints differ.
+    signal_to(member, epoch);
     store_host(&peers.control->call, (u32)number);
     store_host(&peers.control->mismatch, 1 + member);
     store_host(&peers.control->abort, 1);
@@ -150,7 +153,7 @@ struct Call {
     return true;
   }
 
-  // This and all later calls of this block return at once.
+  // Later calls of this member, and blocks of this call that have not begun, return at once.
   __device__ void give_up() const { *(volatile u64 *)&mine->stopped = 1; }
 
   // Signals to this block of one other member that it has reached `epoch`, which makes writes visible that happened

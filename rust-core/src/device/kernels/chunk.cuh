@@ -9,11 +9,10 @@
 
 // Mirrored by collectives/cuda/p2p/chunks.rs, as are the structures.
 #define MAX_TENSORS 128
-#define THREADS 512
 #define SLOTS 4
 
-constexpr int WARP = 32, WARPS = THREADS / WARP;
-constexpr int UNIT_VECTORS = 2 * WARP; // Each thread of a warp has two of a unit.
+// A warp moves *units* of a chunk, of which each of its threads has two vectors.
+constexpr int WARP = 32, UNIT_VECTORS = 2 * WARP;
 constexpr bool HAS_HALVES = sizeof(TYPE) == 4;
 
 struct Tensor {

@@ -6,6 +6,8 @@
 // - FOLDERS warps reduce a chunk. For them, one warp waits until the peer has signalled the chunk, and another one
 //   releases the slot when all of them have reduced.
 //
+// In round r of a launch, block b has chunk r * blocks + b of all tensors.
+//
 // - CHK-1: each round counts as a call (PEER-4), although one launch makes many rounds. Every block makes all rounds
 //   of the launch, some of them without a chunk.
 // - CHK-2: a block has four slots in the peer's staging memory, separate from the halves of other calls. It writes
@@ -15,7 +17,9 @@
 // - CHK-4: input and output may be the same memory. Folders write the results of a chunk only after the senders have
 //   read it.
 // - CHK-5: a block that gives up (PEER-5) goes on through the rounds, because its warps wait for each other, but it
-//   sends, reduces, signals and releases nothing more.
+//   sends, reduces, signals and releases nothing more. Its warps no longer wait for the peer, so one can be many rounds
+//   ahead, and counts of Progress too high. Whoever passes a wait because of that also sees that the block has given
+//   up. The abort word is set whenever a block gives up, so all polls end.
 #include "chunk.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs.
@@ -26,6 +30,7 @@
 constexpr u64 CHUNK_ELEMS = (u64)UNITS * UNIT_VECTORS * LANES;
 // Numbers of units that a sender and a folder load before they process them.
 constexpr int SEND_UNROLL = 4, FOLD_UNROLL = 2;
+static_assert(UNITS / SENDERS % SEND_UNROLL == 0 && UNITS / FOLDERS % FOLD_UNROLL == 0, "warps have whole steps");
 static_assert(UNITS / SENDERS == 16, "the marks of a sender's units are 16 bits");
 static_assert(32 % (UNITS / FOLDERS) == 0, "the marks of a folder's units are in one word");
 
@@ -33,30 +38,34 @@ static_assert(32 % (UNITS / FOLDERS) == 0, "the marks of a folder's units are in
 enum Warp { FIRST_FOLDER = SENDERS, WAITS_FOR_SLOTS = SENDERS + FOLDERS, SIGNALS, WAITS_FOR_CHUNKS, RELEASES, END };
 constexpr int BLOCK_THREADS = END * WARP;
 
+// A bit for each unit of a chunk: its low halves are in the slot.
 union Marks {
   Vector vector;
   u32 words[UNITS / 32];
   unsigned short senders[SENDERS];
 };
 
-// With 16 bits, the first and the second vectors of the units' threads are in the place of high and low halves.
+// Numbers of 16 bits are not divided into halves: `highs` has the first vector of each thread, `lows` the second.
 struct Slot {
+  // Written by the peer.
   Vector highs[UNITS][WARP];
   Vector lows[UNITS][WARP];
-  Vector marks; // A bit for each unit: its low halves are there.
-  // The numbers of the last chunk that this member has sent to the slot with this number at the peer, and of the last
-  // one in it that the peer has reduced.
+  Marks marks;
+  // The number of the last chunk that the owner of this memory has sent to the peer's slot with the same index, and of
+  // the last one that the peer has reduced there.
   u64 sent, released;
   u64 unused[28];
 };
+static_assert(sizeof(Slot) == UNITS * UNIT_VECTORS * sizeof(Vector) + 256, "the host reserves as much");
 
 static __device__ __forceinline__ Slot *slot(const Chunks &all, u32 owner, u64 number) {
   Slot *slots = (Slot *)((char *)all.peers.arenas[owner] + all.slots);
   return slots + blockIdx.x * SLOTS + number % SLOTS;
 }
 
-// Counts the warps of one role that have passed a point of each round; other warps wait for all of them. Each slot has
-// its own count: no warp is SLOTS rounds ahead of another one of its role, because it waits for the slot.
+// Counts the warps of one role that have passed a point of each round; other warps wait for all of them. Rounds that
+// use the same slot share a count. No warp is SLOTS rounds ahead of another one of its role: senders wait for the slot,
+// folders for a chunk that the peer sends only when the slot is released.
 struct Progress {
   u32 counts[SLOTS];
 
@@ -146,7 +155,7 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
   constexpr int COUNT = UNITS / FOLDERS;
   const u32 lane = threadIdx.x % WARP, begin = folder * COUNT;
   const bool whole_input = aligned(tensor.input), whole_output = aligned(tensor.output);
-  const u32 marks = HAS_HALVES ? ((const u32 *)&received->marks)[begin / 32] >> begin % 32 : ~0u;
+  const u32 marks = HAS_HALVES ? received->marks.words[begin / 32] >> begin % 32 : ~0u;
 #pragma unroll 1
   for (int first = 0; first < COUNT; first += FOLD_UNROLL) {
     Vector own[FOLD_UNROLL][2], highs[FOLD_UNROLL], lows[FOLD_UNROLL];
@@ -165,10 +174,10 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
     for (int step = 0; step < FOLD_UNROLL; ++step) {
       const u64 at = start + (begin + first + step) * UNIT_VECTORS + lane;
       const Vector &high = highs[step], &low = lows[step];
-      const Vector first = HAS_HALVES ? whole(high.x, high.y, low.x, low.y) : high;
-      const Vector second = HAS_HALVES ? whole(high.z, high.w, low.z, low.w) : low;
-      store(tensor.output, at, tensor.elems, whole_output, fold(own[step][0], first, mine_first));
-      store(tensor.output, at + WARP, tensor.elems, whole_output, fold(own[step][1], second, mine_first));
+      const Vector theirs_0 = HAS_HALVES ? whole(high.x, high.y, low.x, low.y) : high;
+      const Vector theirs_1 = HAS_HALVES ? whole(high.z, high.w, low.z, low.w) : low;
+      store(tensor.output, at, tensor.elems, whole_output, fold(own[step][0], theirs_0, mine_first));
+      store(tensor.output, at + WARP, tensor.elems, whole_output, fold(own[step][1], theirs_1, mine_first));
     }
   }
 }
@@ -176,7 +185,10 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
 // What the warps of a block share.
 struct Block {
   Marks marks[SLOTS];
-  Progress free, written, received, reduced;
+  Progress free;     // A warp has seen that the slot is released; senders wait.
+  Progress written;  // Senders have written the chunk; the warp that signals and the one that waits for chunks wait.
+  Progress received; // A warp has seen the peer's signal; folders wait.
+  Progress reduced;  // Folders have reduced the chunk; the warp that releases waits.
   volatile u32 gave_up;
 };
 
@@ -191,15 +203,18 @@ struct Worker {
   __device__ Worker(const Chunks &all, const Call &call, Block &block)
       : all(all), call(call), block(block), me(all.peers.me), other(1 - me), lane(threadIdx.x % WARP) {}
 
-  // Advances to the chunk of a round. Returns its tensor; null if there is none, or if the block has given up.
-  __device__ const Tensor *tensor(u32 round) {
+  // Advances to the chunk of a round. Returns its tensor to all threads of a warp; null if there is no chunk, or if the
+  // block has given up.
+  __device__ const Tensor *advance(u32 round) {
     chunk.seek(all, (u64)round * gridDim.x + blockIdx.x);
-    return chunk.tensor < all.count && !block.gave_up ? &all.tensors[chunk.tensor] : nullptr;
+    const bool goes_on = __shfl_sync(~0u, !block.gave_up, 0);
+    return chunk.tensor < all.count && goes_on ? &all.tensors[chunk.tensor] : nullptr;
   }
 
   __device__ void wait_for_slot(u32 round, u64 number) {
     const Slot *mine = slot(all, me, number);
-    const u64 before = round < SLOTS ? mine->sent : number - SLOTS; // The last chunk that was sent there.
+    // The last chunk that was sent there.
+    const u64 before = round < SLOTS ? load_relaxed(&mine->sent) : number - SLOTS;
     u64 seen;
     if (lane == 0 && !block.gave_up && !call.poll<false>(&mine->released, before, seen)) block.gave_up = 1;
     block.free.pass(round);
@@ -207,7 +222,7 @@ struct Worker {
 
   __device__ void send(u32 round, u64 number, u32 sender) {
     block.free.wait(round, 1);
-    if (const Tensor *tensor = this->tensor(round)) {
+    if (const Tensor *tensor = advance(round)) {
       const u32 marks = write(*tensor, chunk.start, slot(all, other, number), sender);
       if (lane == 0) block.marks[number % SLOTS].senders[sender] = marks;
     }
@@ -222,7 +237,7 @@ struct Worker {
       block.gave_up = 1;
       return;
     }
-    slot(all, other, number)->marks = block.marks[number % SLOTS].vector;
+    slot(all, other, number)->marks.vector = block.marks[number % SLOTS].vector;
     slot(all, me, number)->sent = number;
     call.signal_to(other, 2 * number);
   }
@@ -235,7 +250,7 @@ struct Worker {
 
   __device__ void reduce(u32 round, u64 number, u32 folder) {
     block.received.wait(round, 1);
-    if (const Tensor *tensor = this->tensor(round))
+    if (const Tensor *tensor = advance(round))
       fold(*tensor, chunk.start, slot(all, me, number), folder, me == 0);
     block.reduced.pass(round);
   }

@@ -14,9 +14,10 @@
 #include "chunk.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs.
+#define THREADS 512
 #define PART_UNITS (RANKS <= 4 ? 32 : 16)
 
-constexpr int OTHERS = RANKS - 1, WARP_UNITS = PART_UNITS / WARPS;
+constexpr int WARPS = THREADS / WARP, OTHERS = RANKS - 1, WARP_UNITS = PART_UNITS / WARPS;
 constexpr u64 PART_VECTORS = (u64)PART_UNITS * UNIT_VECTORS, CHUNK_ELEMS = RANKS * PART_VECTORS * LANES;
 static_assert(RANKS > 2 && WARP_UNITS >= 1, "every warp has units");
 

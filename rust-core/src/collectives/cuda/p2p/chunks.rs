@@ -32,8 +32,11 @@ static PARTS: KernelSource = KernelSource { name: "parts.cu", text: include_str!
 /// Mirrored by chunk.cuh, like the next two constants, the structures, and the sizes of the layouts.
 const MAX_TENSORS: usize = 128;
 const SLOTS: usize = 4;
-/// Bytes that one warp moves at a time.
+/// Each thread of a warp has two vectors of a unit.
 const UNIT_BYTES: usize = 1024;
+/// Mirrored by chunks.cu: numbers of warps of its roles.
+const SENDERS: u32 = 8;
+const FOLDERS: u32 = 16;
 /// The largest group size with kernels. In larger groups, each member's part of a chunk would be too small.
 const MEMBERS: RangeInclusive<usize> = 2..=8;
 
@@ -48,7 +51,7 @@ impl ChunkLayout {
             return Some(Self {
                 source: &HALVES,
                 entry: "all_reduce_chunks",
-                threads: (8 + 16 + 4) * 32,
+                threads: (SENDERS + FOLDERS + 4) * 32,
                 dtypes: &[DType::Float32, DType::Float16, DType::BFloat16],
                 chunk_bytes: 128 * UNIT_BYTES,
                 slot_bytes,
@@ -257,6 +260,13 @@ mod tests {
         compile(&HALVES, DType::Float16, ReduceOp::Sum, 2);
         for size in 3..=*MEMBERS.end() {
             compile(&PARTS, DType::Float32, ReduceOp::Sum, size);
+        }
+    }
+
+    #[test]
+    fn blocks_have_the_warps_of_the_kernel() {
+        for (name, warps) in [("SENDERS", SENDERS), ("FOLDERS", FOLDERS)] {
+            assert!(HALVES.text.contains(&format!("#define {name} {warps}\n")), "{name}");
         }
     }
 
