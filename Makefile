@@ -257,7 +257,7 @@ $(STAMPS)/sagemaker: tests/engines/sagemaker_constraints.txt | $(STAMPS)/engines
 		-c tests/engines/sagemaker_constraints.txt sagemaker-training mpi4py
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(build/sagemaker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@cd build/sagemaker && { apt-get download -qq openssh-server && dpkg -x openssh-server_*.deb openssh; } >/dev/null 2>&1 || \
+	@cd build/sagemaker && { apt-get download -qq openssh-server libwrap0 && for each in *.deb; do dpkg -x $$each openssh; done; } >/dev/null 2>&1 || \
 		echo "openssh-server could not be downloaded: tests of SageMaker's container are skipped"
 	@touch $@
 

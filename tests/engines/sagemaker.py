@@ -1,7 +1,12 @@
-"""A SageMaker training container on this machine, for the toolkit that runs in Amazon's own images.
+"""SageMaker training containers on this machine, for the toolkit that runs in Amazon's own images.
 
-The container is a set of namespaces: it has its own host name, network, `/opt/ml` and `/etc/hosts`. In it, the `train` command of the
+A container is a set of namespaces: it has its own host name, network, `/opt/ml` and `/etc/hosts`. In it, the `train` command of the
 toolkit `sagemaker-training` reads the files that SageMaker writes, and starts the job.
+
+with Container(SCRIPT, parameters) as container:
+    container.train()
+with Cluster(SCRIPT, parameters) as cluster:         # two containers with a network and `sshd`
+    outputs = cluster.train()
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from support import launchers
+from support import hosts, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Where `make test-engines` puts the toolkit, with packages of its own.
 TOOLKIT = ROOT / "build" / "sagemaker"
-HOST = "algo-1"
+HOSTS = ("algo-1", "algo-2")
+#: What the toolkit of the first host tells the others of the end of a job; /tmp is common to the containers.
+FINISHED = Path(f"/tmp/done.{HOSTS[0]}")
 
 #: An entry point like that of SageMaker's PyTorch and TensorFlow containers, which selects the runner for
 #: `distribution={"smdistributed": {"dataparallel": ..}}`.
@@ -42,12 +49,33 @@ set -e
 mount -t tmpfs none /opt
 mkdir /opt/ml
 mount --bind "$FOLDER/ml" /opt/ml
-mount --bind "$FOLDER/hosts" /etc/hosts
-mount -t overlay none -o "lowerdir=$TOOLKIT/openssh/usr/sbin:/usr/sbin" /usr/sbin
+for part in sbin $(cd "$TOOLKIT/openssh/usr" && echo lib/*-linux-gnu); do
+    mount -t overlay none -o "lowerdir=$TOOLKIT/openssh/usr/$part:/usr/$part" /usr/$part
+done
 hostname "$NAME"
 ip link set lo up
-exec "$TOOLKIT/bin/train"
 """
+OWN_NAMES = 'mount --bind "$FOLDER/hosts" /etc/hosts\n'
+#: What the images of several hosts have: keys of `sshd` and of the user, and an `/etc` that the toolkit writes to.
+WITH_SSHD = """
+mkdir "$FOLDER/etc" "$FOLDER/work"
+mount -t overlay none -o "lowerdir=/etc,upperdir=$FOLDER/etc,workdir=$FOLDER/work" /etc
+mount -t tmpfs none /run
+mkdir -p /run/sshd /etc/ssh /opt/home/.ssh
+cp "$FOLDER/hosts" /etc/hosts
+cp "$KEYS/id_ed25519" /etc/ssh/ssh_host_ed25519_key
+cp "$KEYS/id_ed25519" /opt/home/.ssh
+cp "$KEYS/id_ed25519.pub" /opt/home/.ssh/authorized_keys
+chmod -R go= /opt/home /etc/ssh/ssh_host_ed25519_key
+printf "PermitRootLogin yes\\nUsePAM yes\\nStrictModes no\\n" >/etc/ssh/sshd_config
+# The toolkit writes the variables of the job to /etc/environment.
+printf "account required pam_permit.so\\nsession required pam_env.so\\n" >/etc/pam.d/sshd
+printf "Host *\\n StrictHostKeyChecking no\\n UserKnownHostsFile /dev/null\\n LogLevel ERROR\\n" >/etc/ssh/ssh_config
+sed -i "s|^\\(root:.*\\):/root:|\\1:/opt/home:|" /etc/passwd
+echo "sshd:x:100:65534::/run/sshd:/usr/sbin/nologin" >>/etc/passwd
+export HOME=/opt/home
+"""
+TRAIN = 'exec "$TOOLKIT/bin/train"\n'
 
 
 def missing() -> str | None:
@@ -59,14 +87,30 @@ def missing() -> str | None:
     if shutil.which("mpirun") is None:
         return "mpirun is not installed (package openmpi-bin)"
     if not (TOOLKIT / "openssh" / "usr" / "sbin" / "sshd").exists():
-        return "sshd is not there (package openssh-server)"
+        return "sshd is not there (packages openssh-server and libwrap0)"
     return None
 
 
 class Container:
-    """The container of one training job; its folder is removed at the end of `with`."""
+    """A container of a training job; its folder is removed at the end of `with`."""
 
-    def __init__(self, script: str, hyperparameters: dict[str, object], processes: int = 2) -> None:
+    def __init__(
+        self,
+        script: str,
+        hyperparameters: dict[str, object],
+        processes: int = 2,
+        number: int = 0,
+        network: hosts.Hosts | None = None,
+        keys: Path | None = None,
+    ) -> None:
+        """Takes the user's script and hyperparameters, and the processes on each host.
+
+        A job with one host has one container. With a `network`, the job has all of its hosts, and this is host `number`; `keys` has
+        `id_ed25519` and `id_ed25519.pub` of all of them.
+        """
+        self._host, self._network, self._keys = HOSTS[number], network, keys
+        self._number = number
+        members = list(HOSTS[: network.count]) if network else [self._host]
         self.folder = Path(tempfile.mkdtemp(prefix="smd-sagemaker-"))
         code = self.folder / "ml" / "code"
         config = self.folder / "ml" / "input" / "config"
@@ -75,12 +119,14 @@ class Container:
             each.mkdir(parents=True)
         (code / "train.py").write_text(textwrap.dedent(script))
         (self.folder / "framework.py").write_text(FRAMEWORK)
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost {HOST}\n")
-        group = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.xlarge", "hosts": [HOST]}
+        places = [f"{hosts.address(each)} {name}" for each, name in enumerate(members)]
+        names = ["127.0.0.1 localhost", *places] if network else [f"127.0.0.1 localhost {self._host}"]
+        (self.folder / "hosts").write_text("\n".join(names) + "\n")
+        group = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.xlarge", "hosts": members}
         resources = {
-            "current_host": HOST,
-            "hosts": [HOST],
-            "network_interface_name": "lo",
+            "current_host": self._host,
+            "hosts": members,
+            "network_interface_name": "eth0" if network else "lo",
             "current_instance_type": "ml.c5.xlarge",
             "current_group_name": "homogeneousCluster",
             "instance_groups": [group],
@@ -125,7 +171,8 @@ class Container:
             **launchers.clean_environment(),
             "FOLDER": str(self.folder),
             "TOOLKIT": str(TOOLKIT),
-            "NAME": HOST,
+            "NAME": self._host,
+            "KEYS": str(self._keys),
             "PYTHONPATH": os.pathsep.join(path),
             "PATH": os.pathsep.join([str(TOOLKIT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "SAGEMAKER_TRAINING_MODULE": "framework:main",
@@ -136,9 +183,11 @@ class Container:
 
     def start(self) -> subprocess.Popen[str]:
         """Starts the toolkit's `train`."""
-        namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        network = self._network.on(self._number) if self._network else ["unshare", "--net"]
+        enter = ENTER + (WITH_SSHD if self._network else OWN_NAMES) + TRAIN
         return subprocess.Popen(
-            [*namespaces, "sh", "-c", ENTER],
+            [*network, *namespaces, "sh", "-c", enter],
             env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -171,7 +220,58 @@ class Container:
         files = sorted((self.folder / "ml" / "model").glob("rank*.json"))
         return [json.loads(path.read_text()) for path in files]
 
+    def survivors(self) -> list[Path]:
+        """Files in which ranks have written an error before they ended."""
+        return sorted((self.folder / "ml" / "model").glob("survivor*"))
+
     def failure(self) -> str | None:
         """What the toolkit has told SageMaker of a failure; None after a success."""
         path = self.folder / "ml" / "output" / "failure"
         return path.read_text() if path.exists() else None
+
+
+class Cluster:
+    """The containers of a job with two hosts, from `with` on until its end."""
+
+    def __init__(self, script: str, hyperparameters: dict[str, object], processes: int = 1) -> None:
+        """Takes the user's script and hyperparameters, and the processes on each host."""
+        self._network = hosts.Hosts(len(HOSTS))
+        self._stack = contextlib.ExitStack()
+        self._job = (script, hyperparameters, processes)
+        #: By host.
+        self.containers: list[Container] = []
+        self.jobs: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Cluster:
+        with self._stack:
+            self._stack.enter_context(self._network)
+            keys = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="smd-keys-")))
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / "id_ed25519"], check=True)
+            self._stack.callback(FINISHED.unlink, missing_ok=True)
+            for number in range(len(HOSTS)):
+                container = Container(*self._job, number=number, network=self._network, keys=keys)
+                self.containers.append(self._stack.enter_context(container))
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self.jobs:
+            # Ends all processes of the container.
+            job.kill()
+            job.communicate()
+        self._stack.close()
+
+    def start(self) -> None:
+        """Starts the toolkit on each host."""
+        self.jobs += [container.start() for container in self.containers]
+
+    def train(self, timeout: float = 280.0) -> list[str]:
+        """Runs the job; returns what the toolkit has printed on each host."""
+        self.start()
+        outputs = [job.communicate(timeout=timeout)[0] for job in self.jobs]
+        assert [job.returncode for job in self.jobs] == [0] * len(self.jobs), "\n".join(outputs)
+        return outputs
+
+    def cut(self, number: int) -> None:
+        """Cuts the link of a host."""
+        self._network.cut(number)

@@ -18,12 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sagemaker
 from leftovers import files_left, shared_memory
 from pods import first_of
+from waiting import NOTICE_SECONDS, VARIABLES
+
+from support import hosts
 
 pytestmark = [
     # The toolkit sleeps 30 s at the end of each job.
     pytest.mark.timeout(300),
     pytest.mark.skipif(sagemaker.missing() is not None, reason=sagemaker.missing() or ""),
 ]
+
+needs_network = pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
 
 REPORT = """
 import json, os, sys
@@ -79,8 +84,6 @@ report(smp.rank(), size=smp.size(), pp=smp.pp_size(), losses=losses)
 
 def test_smdataparallel():
     """Its runner calls `mpirun .. smddprun python -m mpi4py train.py`."""
-    import torch
-
     enabled = {"sagemaker_distributed_dataparallel_enabled": True, "epochs": 3}
     with sagemaker.Container(REPORT + DATA_PARALLEL, enabled) as container:
         done = container.train()
@@ -95,8 +98,14 @@ def test_smdataparallel():
         assert each["told"]["SM_HOSTS"] == '["algo-1"]'
         assert each["told"]["SM_CHANNEL_TRAIN"] == "/opt/ml/input/data/train"
         assert each["told"]["SM_HP_EPOCHS"] == "3"
-    assert results[0]["weights"] == results[1]["weights"]
+    check_weights(results)
 
+
+def check_weights(results):
+    """Compares the weights of both ranks of `DATA_PARALLEL` with those of one process."""
+    import torch
+
+    assert results[0]["weights"] == results[1]["weights"]
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -108,20 +117,49 @@ def test_smdataparallel():
     torch.testing.assert_close(torch.tensor(results[0]["weights"]), model.weight.detach().flatten())
 
 
+@needs_network
+def test_smdataparallel_on_two_hosts():
+    """The toolkit of the first host starts the ranks of the second one through its `sshd`."""
+    enabled = {"sagemaker_distributed_dataparallel_enabled": True, "epochs": 3}
+    with sagemaker.Cluster(REPORT + DATA_PARALLEL, enabled) as cluster:
+        first, _ = cluster.train()
+        results = [each for container in cluster.containers for each in container.results()]
+        assert [container.failure() for container in cluster.containers] == [None, None]
+    assert "mpirun --host algo-1:1,algo-2:1 -np 2" in first
+    assert [(each["rank"], each["size"], each["local"]) for each in results] == [(0, 2, 0), (1, 2, 0)]
+    for each, host in zip(results, sagemaker.HOSTS, strict=True):
+        assert (each["told"]["SM_HOSTS"], each["told"]["SM_CURRENT_HOST"]) == ('["algo-1","algo-2"]', host)
+    check_weights(results)
+
+
+PARTITIONS = {"mp_parameters": {"partitions": 2, "microbatches": 2}, "epochs": 3}
+
+
 def test_modelparallel_through_mpi():
     """Its runner calls `mpirun .. smddpmprun -i TYPE --allow-bypass python -m mpi4py train.py`."""
-    import torch
-
-    parameters = {"partitions": 2, "microbatches": 2}
-    with sagemaker.Container(REPORT + MODEL_PARALLEL, {"mp_parameters": parameters, "epochs": 3}) as container:
+    with sagemaker.Container(REPORT + MODEL_PARALLEL, PARTITIONS) as container:
         done = container.train()
         assert done.returncode == 0, done.stdout
         assert container.failure() is None
         results = container.results()
     assert "smddpmprun -i ml.c5.xlarge --allow-bypass" in done.stdout
+    check_losses(results)
+
+
+@needs_network
+def test_modelparallel_on_two_hosts():
+    with sagemaker.Cluster(REPORT + MODEL_PARALLEL, PARTITIONS) as cluster:
+        cluster.train()
+        results = [each for container in cluster.containers for each in container.results()]
+    check_losses(results)
+
+
+def check_losses(results):
+    """Compares the losses of both ranks of `MODEL_PARALLEL` with those of one process."""
+    import torch
+
     assert [(each["rank"], each["size"], each["pp"]) for each in results] == [(0, 2, 2), (1, 2, 2)]
     assert "partitions" in results[0]["told"]["SM_HP_MP_PARAMETERS"]
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,8 +201,9 @@ try:
             report(rank)
         time.sleep(0.01)
 except Exception as error:
-    with open(f"{folder}/survivor{rank}.txt", "w") as file:
+    with open(f"{folder}/partial{rank}", "w") as file:
         file.write(f"{time.time()} {type(error).__name__}: {error}")
+    os.rename(f"{folder}/partial{rank}", f"{folder}/survivor{rank}.txt")
     raise
 """
 
@@ -190,7 +229,7 @@ def test_a_killed_worker_is_named_by_the_others():
             output, _ = job.communicate(timeout=120)
         finally:
             job.kill()
-        survivors = {path.name: path.read_text() for path in container.folder.glob("ml/model/survivor*")}
+        survivors = {path.name: path.read_text() for path in container.survivors()}
         failure = container.failure()
         left = container.processes()
         files = files_left(container.folder / "tmp", before)
@@ -202,6 +241,28 @@ def test_a_killed_worker_is_named_by_the_others():
     assert failure is not None
     assert left == []
     assert files == []
+
+
+@needs_network
+def test_every_rank_names_the_host_whose_link_is_cut():
+    """On both sides of the cut."""
+    enabled = {"sagemaker_distributed_dataparallel_enabled": True}
+    script = f"import os; os.environ.update({VARIABLES})\n" + REPORT + FOREVER
+    with sagemaker.Cluster(script, enabled) as cluster:
+        cluster.start()
+        first, second = cluster.containers
+        wait_for_results(first, cluster.jobs[0], 1)
+        wait_for_results(second, cluster.jobs[1], 1)
+        cluster.cut(1)
+        since, texts = time.time(), {}
+        while len(texts) < 2 and time.time() - since < 30:
+            texts = {path.name: path.read_text() for each in (first, second) for path in each.survivors()}
+            time.sleep(0.1)
+    assert sorted(texts) == ["survivor0.txt", "survivor1.txt"]
+    for rank in range(2):
+        text = texts[f"survivor{rank}.txt"]
+        assert float(text.split()[0]) - since < NOTICE_SECONDS
+        assert f"rank {1 - rank} died" in text
 
 
 def test_a_container_that_is_stopped_leaves_nothing():
