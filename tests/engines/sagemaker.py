@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 from support import hosts, launchers
@@ -102,14 +103,15 @@ class Container:
         number: int = 0,
         network: hosts.Hosts | None = None,
         keys: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes the user's script and hyperparameters, and the processes on each host.
+        """Takes the user's script and hyperparameters, the processes on each host, and the estimator's `environment`.
 
         A job with one host has one container. With a `network`, the job has all of its hosts, and this is host `number`; `keys` has
         `id_ed25519` and `id_ed25519.pub` of all of them.
         """
         self._host, self._network, self._keys = HOSTS[number], network, keys
-        self._number = number
+        self._number, self._variables = number, variables or {}
         members = list(HOSTS[: network.count]) if network else [self._host]
         self.folder = Path(tempfile.mkdtemp(prefix="smd-sagemaker-"))
         code = self.folder / "ml" / "code"
@@ -169,6 +171,7 @@ class Container:
         path = [str(self.folder), str(ROOT / "python"), str(ROOT / "tests")]
         return {
             **launchers.clean_environment(),
+            **self._variables,
             "FOLDER": str(self.folder),
             "TOOLKIT": str(TOOLKIT),
             "NAME": self._host,
@@ -233,11 +236,17 @@ class Container:
 class Cluster:
     """The containers of a job with two hosts, from `with` on until its end."""
 
-    def __init__(self, script: str, hyperparameters: dict[str, object], processes: int = 1) -> None:
-        """Takes the user's script and hyperparameters, and the processes on each host."""
+    def __init__(
+        self,
+        script: str,
+        hyperparameters: dict[str, object],
+        processes: int = 1,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes the user's script and hyperparameters, the processes on each host, and the estimator's `environment`."""
         self._network = hosts.Hosts(len(HOSTS))
         self._stack = contextlib.ExitStack()
-        self._job = (script, hyperparameters, processes)
+        self._job, self._variables = (script, hyperparameters, processes), variables
         #: By host.
         self.containers: list[Container] = []
         self.jobs: list[subprocess.Popen[str]] = []
@@ -249,7 +258,8 @@ class Cluster:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / "id_ed25519"], check=True)
             self._stack.callback(FINISHED.unlink, missing_ok=True)
             for number in range(len(HOSTS)):
-                container = Container(*self._job, number=number, network=self._network, keys=keys)
+                place = {"number": number, "network": self._network, "keys": keys}
+                container = Container(*self._job, **place, variables=self._variables)
                 self.containers.append(self._stack.enter_context(container))
             self._stack = self._stack.pop_all()
         return self

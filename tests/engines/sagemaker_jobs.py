@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -121,11 +122,14 @@ def check_weights(results):
 def test_smdataparallel_on_two_hosts():
     """The toolkit of the first host starts the ranks of the second one through its `sshd`."""
     enabled = {"sagemaker_distributed_dataparallel_enabled": True, "epochs": 3}
-    with sagemaker.Cluster(REPORT + DATA_PARALLEL, enabled) as cluster:
+    variables = {"SMD_SECRET": secrets.token_hex(16), "SMD_LOG": "info"}
+    with sagemaker.Cluster(REPORT + DATA_PARALLEL, enabled, variables=variables) as cluster:
         first, _ = cluster.train()
         results = [each for container in cluster.containers for each in container.results()]
         assert [container.failure() for container in cluster.containers] == [None, None]
     assert "mpirun --host algo-1:1,algo-2:1 -np 2" in first
+    assert "Open MPI v4" in first, "MPI moves the tensors"
+    assert "open to the network" not in first
     assert [(each["rank"], each["size"], each["local"]) for each in results] == [(0, 2, 0), (1, 2, 0)]
     for each, host in zip(results, sagemaker.HOSTS, strict=True):
         assert (each["told"]["SM_HOSTS"], each["told"]["SM_CURRENT_HOST"]) == ('["algo-1","algo-2"]', host)
