@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import processes
+
 from support import hosts, launchers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,21 +175,9 @@ class SlurmCluster:
         return done.stdout
 
     def ranks(self, script: str) -> list[int]:
-        """Ids of the processes of Python that run a script of this cluster's jobs."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-                is_ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in (folder / "environ").read_bytes()
-                if (
-                    is_ours
-                    and words[0] == sys.executable.encode()
-                    and any(word.endswith(script.encode()) for word in words[1:])
-                ):
-                    found.append(int(folder.name))
-        return sorted(found, key=_rank)
-
-
-def _rank(pid: int) -> int:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(int(each.partition(b"=")[2]) for each in variables if each.startswith(b"SLURM_PROCID="))
+        """Ids of the processes of Python that run a script of this cluster's jobs, in the order of their ranks."""
+        found = {}
+        for pid, each in processes.having("SLURM_CONF", self.folder / "slurm.conf").items():
+            if each.words[0] == sys.executable and any(word.endswith(script) for word in each.words[1:]):
+                found[int(each.variables["SLURM_PROCID"])] = pid
+        return [pid for _, pid in sorted(found.items())]
