@@ -87,7 +87,8 @@ def missing() -> str | None:
         return "namespaces need root"
     if shutil.which("mpirun") is None:
         return "mpirun is not installed (package openmpi-bin)"
-    if not (TOOLKIT / "openssh" / "usr" / "sbin" / "sshd").exists():
+    usr = TOOLKIT / "openssh" / "usr"
+    if not (usr / "sbin" / "sshd").exists() or not list(usr.glob("lib/*/libwrap.so.0")):
         return "sshd is not there (packages openssh-server and libwrap0)"
     return None
 
