@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from mpi import MPIS, ROOT
 from waiting import NOTICE_SECONDS, VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 from support import hosts, neighbours
-from support.neighbours import NOBODY, Job, Watch, as_user, check_sessions
+from support.neighbours import NOBODY, Job, Watch, as_user
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,22 +69,10 @@ def test_two_ranks_train_as_one(mpi, losses_of_one, tmp_path):
 
 
 def meet(start_job, users):
-    """Two jobs at once, each in a session of its own. Returns the secrets of each, and the places where they could be read."""
-    jobs = []
+    """Runs two jobs at the same time; returns the secrets of each, and the places where they could be read."""
     with Watch() as watch:
-        try:
-            for number, user in enumerate(users):
-                jobs.append(start_job(user, 10**number))
-            for job in jobs:
-                job.wait_until_it_runs()
-            found = [job.secrets() for job in jobs]
-            watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
-            outputs = [job.finish() for job in jobs]
-            watch.look_at_files()
-        finally:
-            for job in jobs:
-                job.end()
-    check_sessions(outputs)
+        starts = [partial(start_job, user, 10**number) for number, user in enumerate(users)]
+        found, outputs = neighbours.meet(watch, starts)
     return found, watch.places(outputs)
 
 

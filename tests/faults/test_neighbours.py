@@ -6,13 +6,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from horovod.runner.common.util import codec
 from support import more
 from support.launchers import clean_environment, command
-from support.neighbours import NOBODY, Job, Watch, as_user, check_sessions, missing, private_folder, secrets_in
+from support.neighbours import NOBODY, Job, Watch, as_user, meet, missing, private_folder, secrets_in
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -32,21 +33,8 @@ def start(launcher, user):
 @pytest.mark.parametrize("second", [0, NOBODY], ids=["one user", "two users"])
 @pytest.mark.parametrize("launcher", ["smdrun", more("torchrun"), more("mpirun"), more("horovodrun")])
 def test_two_jobs_do_not_disturb_each_other_and_keep_their_secrets(launcher, second):
-    jobs = []
     with Watch() as watch:
-        try:
-            for user in (0, second):
-                jobs.append(start(launcher, user))
-            for job in jobs:
-                job.wait_until_it_runs()
-            found = [job.secrets() for job in jobs]
-            watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
-            outputs = [job.finish() for job in jobs]
-            watch.look_at_files()
-        finally:
-            for job in jobs:
-                job.end()
-    check_sessions(outputs)
+        found, outputs = meet(watch, [partial(start, launcher, user) for user in (0, second)])
     if launcher in ("smdrun", "horovodrun"):
         # The other launchers pass no secret in a variable.
         assert all(found), "each job has a secret"

@@ -320,3 +320,30 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def meet(watch: Watch, starts: Iterable[Callable[[], Job]]) -> tuple[list[set[bytes]], list[str]]:
+    """Runs jobs at the same time, and checks that each has a session of its own.
+
+    Args:
+        watch: Looks for the secrets of the jobs while they run, and after their end.
+        starts: What starts each job.
+
+    Returns:
+        The secrets of each job, and what each has printed.
+    """
+    jobs: list[Job] = []
+    try:
+        for start in starts:
+            jobs.append(start())
+        for job in jobs:
+            job.wait_until_it_runs()
+        found = [job.secrets() for job in jobs]
+        watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
+        outputs = [job.finish() for job in jobs]
+        watch.look_at_files()
+    finally:
+        for job in jobs:
+            job.end()
+    check_sessions(outputs)
+    return found, outputs
