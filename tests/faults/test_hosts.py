@@ -17,8 +17,8 @@ needs_mpi = pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing
 
 #: Longest time until survivors learn of a death, in seconds.
 NOTICE_SECONDS = 10.0
-#: Silence after which a host counts as gone, in seconds.
-SILENCE_SECONDS = 3
+#: Silence after which a host counts as gone, in seconds, and the one without a setting.
+SILENCE_SECONDS, DEFAULT_SILENCE_SECONDS = 3, 7
 
 
 def repeat_barriers():
@@ -60,19 +60,7 @@ OTHER_SIDE = r"rank 0 died \(no sign of its host, which served the rendezvous, f
 ALL_CUT_OFF = {0: SILENT, 1: SILENT, 2: OTHER_SIDE, 3: OTHER_SIDE}
 
 
-@pytest.mark.parametrize(
-    ("start", "disappear", "errors"),
-    [
-        pytest.param("mpirun", kill_the_second_host_of_mpirun, {0: KILLED, 1: KILLED}, marks=needs_mpi),
-        pytest.param("mpirun", cut_the_second_host_off, ALL_CUT_OFF, marks=needs_mpi),
-        ("by hand", kill_the_second_host, {0: KILLED, 1: KILLED}),
-        ("by hand", kill_rank_3, {0: RANK_3, 1: RANK_3, 2: RANK_3}),
-        ("by hand", cut_the_second_host_off, ALL_CUT_OFF),
-    ],
-    ids=["mpirun, killed", "mpirun, cut off", "TCP, killed", "TCP, one killed", "TCP, cut off"],
-)
-def test_all_survivors_name_the_host_that_disappears(start, disappear, errors):
-    environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
+def check_that_survivors_name_the_host(start, disappear, errors, environment):
     # By default mpirun kills the other ranks when a rank dies, possibly before they can report their error.
     options = ["--enable-recovery"] if start == "mpirun" else []
     with hosts.Hosts(2) as two:
@@ -91,3 +79,28 @@ def test_all_survivors_name_the_host_that_disappears(start, disappear, errors):
     for rank, text in errors.items():
         assert re.search(f"PeerFailedError: {text}", outcome.ranks[rank].error), outcome.describe()
         assert outcome.ranks[rank].ended_at - began < NOTICE_SECONDS, outcome.describe()
+
+
+@pytest.mark.parametrize(
+    ("start", "disappear", "errors"),
+    [
+        pytest.param("mpirun", kill_the_second_host_of_mpirun, {0: KILLED, 1: KILLED}, marks=needs_mpi),
+        pytest.param("mpirun", cut_the_second_host_off, ALL_CUT_OFF, marks=needs_mpi),
+        ("by hand", kill_the_second_host, {0: KILLED, 1: KILLED}),
+        ("by hand", kill_rank_3, {0: RANK_3, 1: RANK_3, 2: RANK_3}),
+        ("by hand", cut_the_second_host_off, ALL_CUT_OFF),
+    ],
+    ids=["mpirun, killed", "mpirun, cut off", "TCP, killed", "TCP, one killed", "TCP, cut off"],
+)
+def test_all_survivors_name_the_host_that_disappears(start, disappear, errors):
+    environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
+    check_that_survivors_name_the_host(start, disappear, errors, environment)
+
+
+@pytest.mark.parametrize("start", [pytest.param("mpirun", marks=needs_mpi), "by hand"])
+def test_the_default_silence_is_short_enough(start, monkeypatch):
+    """Without a setting, all survivors name a host that is cut off within 10 s."""
+    for name in [name for name in os.environ if name.startswith("SMD_")]:
+        monkeypatch.delenv(name)
+    errors = {rank: text.replace("for 3s", f"for {DEFAULT_SILENCE_SECONDS}s") for rank, text in ALL_CUT_OFF.items()}
+    check_that_survivors_name_the_host(start, cut_the_second_host_off, errors, {})
