@@ -155,6 +155,32 @@ def _enter(timeout: float) -> None:
     os.environ.update({name: str(value) for name, value in found.items()} | _at(rendezvous))
 
 
+def find_address() -> list[Any]:
+    """Find an address for the ranks of a session on this host, which is that of rank 0.
+
+    Returns:
+        The address as the store's host sees it, and a free port.
+    """
+    return _own_address(os.environ[_STORE[0]], int(os.environ[_STORE[1]]))
+
+
+def offer_address(rendezvous: list[Any]) -> None:
+    """Set the variables of torchrun, for functions that join the job without ``hvd.init()``.
+
+    Nothing is set if the user has set an address. ``hvd.init()`` replaces the address.
+
+    Args:
+        rendezvous: The result of :func:`find_address` on rank 0.
+    """
+    global _has_set_address
+    environ = os.environ
+    if environ.get("SMD_RENDEZVOUS") or (environ.get("MASTER_ADDR") and not _has_set_address):
+        return
+    names = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
+    environ.update({name: environ[f"HOROVOD_{theirs}"] for theirs, name in names.items()} | _at(rendezvous))
+    _has_set_address = True
+
+
 def _at(rendezvous: list[Any]) -> dict[str, str]:
     """Return variables with rank 0's address and the secret by which the ranks authenticate each other."""
     from horovod.runner.common.util import secret

@@ -51,6 +51,26 @@ class RankActor:
         """
         os.environ.update({name: str(value) for name, value in env_vars.items()})
 
+    def find_address(self) -> list[Any]:
+        """Find an address at which the other ranks reach this one.
+
+        Returns:
+            The host and a free port.
+        """
+        from horovod.common import driven
+
+        return driven.find_address()
+
+    def offer_address(self, address: list[Any]) -> None:
+        """Set the variables with which a function joins the job without ``hvd.init()``.
+
+        Args:
+            address: The result of :meth:`find_address` on rank 0.
+        """
+        from horovod.common import driven
+
+        driven.offer_address(address)
+
     def set_queue(self, queue: Any) -> None:
         """Set where :func:`horovod.ray.ray_logger.log` puts records.
 

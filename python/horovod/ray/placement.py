@@ -61,6 +61,26 @@ class Placement:
         """Number of workers."""
         raise NotImplementedError
 
+    @property
+    def has_own_group(self) -> bool:
+        """Whether the resources were reserved for these workers alone."""
+        return self._is_own_group
+
+    def describe_group(self) -> str:
+        """Compare the placement group with what the workers need.
+
+        Returns:
+            A part of a sentence.
+        """
+        bundles = self.placement_group.bundle_specs if self.placement_group is not None else []
+        needs = {"CPU": self.cpus_per_worker * self.num_workers, "GPU": self.gpus_per_worker * self.num_workers}
+        parts = [
+            f"it has {sum(bundle.get(name, 0) for bundle in bundles):g} {name}, and the workers need {need}"
+            for name, need in needs.items()
+            if need
+        ]
+        return f"{'; '.join(parts)}, besides what the caller and others hold of it"
+
     def create_workers(self) -> list[Any]:
         """Reserve the resources and create the actors.
 

@@ -134,6 +134,7 @@ class FixedWorkers(Workers):
     def _start(self, extra_env_vars: dict[str, str]) -> None:
         assert self._placement is not None, "it was chosen before"
         self.workers = self._placement.create_workers()
+        self._wait_for_workers()
         hosts = call_all(lambda worker: worker.hostname.remote(), self.workers)
         nodes = call_all(lambda worker: worker.node_id.remote(), self.workers)
         gpus = call_all(lambda worker: worker.get_gpu_ids.remote(), self.workers)
@@ -154,6 +155,21 @@ class FixedWorkers(Workers):
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[nodes[worker]])} if self.params.use_gpu else {}
             variables.append({**common, **places[rank], **devices})
         ray.get([worker.set_variables.remote(own) for worker, own in zip(self.workers, variables, strict=True)])
+
+    def _wait_for_workers(self) -> None:
+        """Wait until all workers run. Those in the caller's group may wait for its resources."""
+        assert self._placement is not None, "it was chosen before"
+        if self._placement.has_own_group:
+            return
+        timeout = self.settings.placement_group_timeout_s
+        started = [worker.node_id.remote() for worker in self.workers]
+        _, late = ray.wait(started, num_returns=len(started), timeout=timeout)
+        if late:
+            raise TimeoutError(
+                f"{len(late)} of {len(started)} workers found no resources in the current placement group within "
+                f"{timeout} s: {self._placement.describe_group()}. Make the group larger, or pass "
+                "`use_current_placement_group=False`"
+            )
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:
         """Call a function on all workers with their objects of ``executable_cls``.
@@ -250,6 +266,10 @@ class FixedWorkers(Workers):
 
     def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
         workers, function = self._started(), ray.put(fn)
+        # Not before, as another process may take the port. An actor executes its calls in their order.
+        address = workers[0].find_address.remote()
+        for worker in workers:
+            worker.offer_address.remote(address)
         return [worker.execute.remote(function) for worker in workers]
 
 
