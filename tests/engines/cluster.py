@@ -21,9 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import processes
-
 from support import hosts, launchers, neighbours
+from support.neighbours import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A variable of all processes of a cluster, by which they are found.

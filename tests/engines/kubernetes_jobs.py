@@ -19,7 +19,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import processes
 from leftovers import files_left, processes_left, shared_memory
 from pods import (
     MANIFESTS,
@@ -41,6 +40,7 @@ from pods import (
 from waiting import VARIABLES
 
 from support import forks, hosts, launchers
+from support.neighbours import processes
 
 #: Packages with the schemas.
 PACKAGES = ("kubernetes_validate", "kubeflow_trainer_api", "kubeflow", "yaml")

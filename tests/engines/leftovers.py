@@ -13,7 +13,7 @@ import re
 import time
 from pathlib import Path
 
-import processes
+from support.neighbours import processes
 
 
 def shared_memory() -> set[str]:

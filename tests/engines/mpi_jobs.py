@@ -19,13 +19,12 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import processes
 from leftovers import files_left, processes_left, shared_memory
 from mpi import MPIS, ROOT
 from waiting import NOTICE_SECONDS, VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 from support import hosts, neighbours
-from support.neighbours import NOBODY, Job, Watch, as_user
+from support.neighbours import NOBODY, Job, Watch, as_user, processes
 
 pytestmark = pytest.mark.timeout(400)
 

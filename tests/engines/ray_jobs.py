@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import ROOT, RayCluster
 from leftovers import files_left, shared_memory, shared_memory_left
 from ray_training import meet_at_once, train
-from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
+from waiting import VARIABLES, check_a_cut, write_training
 
 from support import hosts, launchers, neighbours
 
@@ -625,17 +625,7 @@ def test_every_rank_names_the_host_whose_link_is_cut(job, tmp_path):
     cluster = RayCluster(cpus=[1, 1], has_hosts=True)
     cluster.environment |= {**VARIABLES, **HEALTH_CHECKS, "TRAINING": str(write_training(tmp_path))}
     with cluster:
-        process = cluster.start(script(cluster, "cut", UNTIL_AN_ERROR[job]))
-        try:
-            wait_until_ranks_train(tmp_path, 2, process)
-            pids = [(tmp_path / f"training.{rank}").read_text() for rank in range(2)]
-            assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in pids}) == 2
-            cluster.cut(1)
-            check_errors(tmp_path, {0: [1], 1: [0]}, time.time())
-            output, _ = process.communicate(timeout=200)
-        finally:
-            process.kill()
-            process.wait()
+        output = check_a_cut(cluster, tmp_path, cluster.start(script(cluster, "cut", UNTIL_AN_ERROR[job])))
     assert re.search(r"^CALLER .*rank \d died", output, re.MULTILINE), output
     assert shared_memory_left(before) == []
 

@@ -16,9 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import processes
-
 from support import hosts, launchers
+from support.neighbours import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _TOOLS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scancel", "scontrol", "squeue")

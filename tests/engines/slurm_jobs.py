@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from slurm import ROOT, SlurmCluster, missing
 from waiting import VARIABLES, check_errors, wait_until_ranks_train, write_training
 
 from support import neighbours
-from support.neighbours import NOBODY, Job, Watch, as_user, check_sessions
+from support.neighbours import NOBODY, Job, Watch, as_user
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -215,29 +216,20 @@ def python_of(user):
 def meet(cluster, starter, users, own_secrets):
     """Two jobs at once, each in a session of its own. Returns the places with their secrets, and what they have printed."""
     environment = {name: value for name, value in cluster.environment.items() if name != "SMD_SECRET"}
-    jobs = []
+
+    def start(number, user, secret):
+        words = [*cluster.command(*as_user(user, reads_all=False), "env", *PACKAGES), *starter, python_of(user)]
+        own = {"SMD_SECRET": secret} if secret else {}
+        return Job(user, words, environment | own, factor=10**number)
+
+    jobs = zip(range(len(users)), users, own_secrets, strict=True)
     with Watch(cluster.folder) as watch:
         try:
-            for number, (user, secret) in enumerate(zip(users, own_secrets, strict=True)):
-                words = [*cluster.command(*as_user(user, reads_all=False), "env", *PACKAGES), *starter, python_of(user)]
-                own = {"SMD_SECRET": secret} if secret else {}
-                jobs.append(Job(user, words, environment | own, factor=10**number))
-            for job in jobs:
-                job.wait_until_it_runs()
-            found = [job.secrets() for job in jobs]
-            watch.look((job.user, own) for job, own in zip(jobs, found, strict=True))
-            outputs = [job.finish() for job in jobs]
-            watch.look_at_files()
+            found, outputs = neighbours.meet(watch, [partial(start, *job) for job in jobs])
         finally:
-            for job in jobs:
-                job.end()
             cluster.ask("scancel", "--user=root,nobody")
             wait_for(lambda: not cluster.ask("squeue", "--noheader"), 60)
-    assert [secret is None or secret.encode() in own for secret, own in zip(own_secrets, found, strict=True)] == [
-        True,
-        True,
-    ]
-    check_sessions(outputs)
+    assert all(secret is None or secret.encode() in own for secret, own in zip(own_secrets, found, strict=True))
     return watch.places(outputs), outputs
 
 

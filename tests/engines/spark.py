@@ -21,10 +21,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import processes
 from waiting import output_of
 
 from support import hosts, launchers, neighbours
+from support.neighbours import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A variable of all processes of an application, by which they are found.

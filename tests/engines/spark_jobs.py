@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from leftovers import files_left, shared_memory, shared_memory_left
 from spark import ROOT, SparkCluster
-from waiting import VARIABLES, check_errors, output_of, wait_until_ranks_train, write_training
+from waiting import VARIABLES, check_a_cut, output_of, write_training
 
 from support import hosts, neighbours
 from support.neighbours import NOBODY
@@ -404,16 +404,8 @@ def test_every_rank_names_the_host_whose_link_is_cut(tmp_path):
     """
     with SparkCluster(has_hosts=True) as cluster:
         cluster.environment |= {"TRAINING": str(write_training(tmp_path))}
-        process = cluster.start(cluster.script("cut", body.replace("VARIABLES", repr(VARIABLES))))
-        try:
-            wait_until_ranks_train(tmp_path, 2, process)
-            pids = [(tmp_path / f"training.{rank}").read_text() for rank in range(2)]
-            assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in pids}) == 2
-            cluster.cut(1)
-            check_errors(tmp_path, {0: [1], 1: [0]}, time.time())
-            output, _ = process.communicate(timeout=200)
-        finally:
-            process.kill()
-            process.wait()
+        output = check_a_cut(
+            cluster, tmp_path, cluster.start(cluster.script("cut", body.replace("VARIABLES", repr(VARIABLES))))
+        )
         assert re.search(r"^CALLER .*rank \d", output, re.MULTILINE), output
     assert shared_memory_left(before) == []

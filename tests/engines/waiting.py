@@ -3,7 +3,7 @@
 output = output_of(process, 60)
 
 script = write_training(folder)                 # the Python file for a launcher
-wait_until_ranks_train(folder, 3, job)
+wait_until_ranks_train(folder, 3, job)          # or, with two ranks, check_a_cut(cluster, folder, job)
 network.cut(2)
 check_errors(folder, {0: [2], 1: [2], 2: [0, 1]}, time.time())
 
@@ -12,11 +12,13 @@ Ranks write their errors to files. What they print may be lost with the link of 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from support import forks
 
@@ -110,3 +112,27 @@ def check_errors(folder: Path, named: Mapping[int, Sequence[int]], since: float)
         assert re.search(rf"rank (?:{'|'.join(map(str, others))}) died", texts[rank]), texts
     seconds = {rank: float(text.split()[0]) - since for rank, text in texts.items()}
     assert max(seconds.values()) < NOTICE_SECONDS, texts
+
+
+def check_a_cut(cluster: Any, folder: Path, job: subprocess.Popen[str]) -> str:
+    """Cuts the link of the second host of a job of two ranks that train, and checks that each names the other one.
+
+    Args:
+        cluster: The engine that runs the job; its `cut` cuts the link of a host.
+        folder: The folder of the script.
+        job: What has started the ranks. It ends within 200 s after the errors.
+
+    Returns:
+        What the job has printed.
+    """
+    try:
+        wait_until_ranks_train(folder, 2, job)
+        pids = [(folder / f"training.{rank}").read_text() for rank in range(2)]
+        assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in pids}) == 2
+        cluster.cut(1)
+        check_errors(folder, {0: [1], 1: [0]}, time.time())
+        output, _ = job.communicate(timeout=200)
+    finally:
+        job.kill()
+        job.wait()
+    return output

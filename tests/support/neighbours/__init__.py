@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from support import forks
+from support.neighbours.processes import having
 
 #: Id of the user `nobody`.
 NOBODY = 65534
@@ -107,20 +108,6 @@ def private_folder(user: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="neighbours-", dir="/tmp"))
     os.chown(folder, user, user)
     return folder
-
-
-def processes_with(name: str, value: object) -> dict[int, dict[str, str]]:
-    """Returns the variables of the processes that were started with this value of a variable, by process id."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        # Processes end meanwhile.
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit():
-                text = os.fsdecode((folder / "environ").read_bytes())
-                variables = dict(each.partition("=")[::2] for each in text.split("\0"))
-                if variables.get(name) == str(value):
-                    found[int(folder.name)] = variables
-    return found
 
 
 def secrets_in(variables: Mapping[str, str]) -> set[bytes]:
@@ -298,7 +285,7 @@ class Job:
 
     def secrets(self) -> set[bytes]:
         """Returns the secrets in the environments of the job's processes."""
-        return set().union(*map(secrets_in, processes_with("TMPDIR", self.folder).values()))
+        return set().union(*(secrets_in(each.variables) for each in having("TMPDIR", self.folder).values()))
 
     def finish(self, seconds: float = 60.0) -> str:
         """Lets the ranks go on to their end, and returns what the job has printed."""
@@ -316,7 +303,7 @@ class Job:
         self.process.kill()
         self.process.wait()
         # Where a test has failed, ranks wait for `go`, and their launcher was killed without ending them.
-        for pid in processes_with("TMPDIR", self.folder):
+        for pid in having("TMPDIR", self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
