@@ -50,11 +50,17 @@ class Mpi:
         return [str(self.tool("mpirun")), *self._placed(), *options, "-n", str(n), sys.executable]
 
     def survival(self) -> list[str]:
-        """Options with which ranks go on when another one is killed. MPICH ends them even with `-disable-auto-cleanup`."""
-        recovery = {"openmpi4": ["--enable-recovery"], "openmpi5": ["--runtime-options", "recoverable,continuous"]}
-        return recovery.get(self.family, [])
+        """Options with which ranks go on when another one is killed. MPICH ends those of the same host even so."""
+        recovery = {
+            "openmpi4": ["--enable-recovery"],
+            "openmpi5": ["--runtime-options", "recoverable,continuous"],
+            "mpich": ["-disable-auto-cleanup"],
+        }
+        return recovery[self.family]
 
-    def on_hosts(self, two: hosts.Hosts, n: int, variables: Sequence[str] = ()) -> list[str]:
+    def on_hosts(
+        self, two: hosts.Hosts, n: int, variables: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> list[str]:
         """What starts `n` ranks on network namespaces, the same number on each. Ranks get the variables of a job and `variables`."""
         slots = n // two.count
         names = [hosts.address(host) for host in range(two.count)]
@@ -63,7 +69,7 @@ class Mpi:
         btl = ["--mca", "btl_tcp_if_include", network]
         shell = two.remote_shell()
         # The settings of the launcher itself.
-        options = {
+        settings = {
             "openmpi4": {"plm_rsh_agent": shell, "orte_keep_fqdn_hostnames": "1", "oob_tcp_if_include": network},
             "openmpi5": {"plm_ssh_agent": shell, "prte_keep_fqdn_hostnames": "1", "prte_if_include": network},
         }
@@ -71,10 +77,20 @@ class Mpi:
             words = ["-launcher", "ssh", "-launcher-exec", shell, "-iface", "eth0"]
         else:
             kind = "--mca" if self.family == "openmpi4" else "--prtemca"
-            own = [word for name, value in options[self.family].items() for word in (kind, name, value)]
+            own = [word for name, value in settings[self.family].items() for word in (kind, name, value)]
             words = [*own, *btl, *passed]
         places = ["-hosts" if self.family == "mpich" else "--host", ",".join(f"{name}:{slots}" for name in names)]
-        return [*two.on(0), str(self.tool("mpirun")), *self._placed(), *places, *words, "-n", str(n), sys.executable]
+        return [
+            *two.on(0),
+            str(self.tool("mpirun")),
+            *self._placed(),
+            *options,
+            *places,
+            *words,
+            "-n",
+            str(n),
+            sys.executable,
+        ]
 
     def _placed(self) -> list[str]:
         return [] if self.family == "mpich" else [*_AS_ROOT, "--oversubscribe", "--bind-to", "none"]

@@ -170,7 +170,7 @@ def wait_until_processes_end(temporary, script=None):
 
 
 def test_all_survivors_name_the_rank_that_is_killed(mpi, tmp_path, temporary):
-    """With the option of Open MPI that lets ranks survive. MPICH ends the others at once, and says how the rank has ended."""
+    """With the option that lets ranks survive. MPICH even so ends the others of the host at once, and says how the rank has ended."""
     before, script = shared_memory(), write_training(tmp_path)
     job = start(mpi.command(3, mpi.survival()), mpi.environment(temporary), script=script)
     try:
@@ -190,6 +190,36 @@ def test_all_survivors_name_the_rank_that_is_killed(mpi, tmp_path, temporary):
     # With this option Open MPI 4 exits with 0.
     assert processes_left(temporary) == {}, output
     assert files_left(temporary, before) == []
+
+
+@needs_network
+@pytest.mark.parametrize("mpi", ["mpich4", "mpich"], indirect=True)
+def test_survivors_on_another_host_name_the_rank_that_is_killed(mpi, tmp_path, temporary):
+    """With the option that lets ranks survive, MPICH ends at most the ranks of the killed one's host."""
+    before, script = shared_memory(), write_training(tmp_path)
+    with hosts.Hosts(2) as network:
+        network.name_each_other()
+        job = start(mpi.on_hosts(network, 4, options=mpi.survival()), mpi.environment(temporary), script=script)
+        try:
+            wait_until_ranks_train(tmp_path, 4, job)
+            os.kill(processes.ranks(temporary, str(script))[3], signal.SIGKILL)
+            check_errors(tmp_path, {0: [3], 1: [3]}, time.time())
+            output, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+            job.wait()
+    assert "Killed (signal 9)" in output, output
+    assert job.returncode == signal.SIGKILL, output
+    assert processes_left(temporary) == {}, output
+    remove_segments_of_mpich(temporary, before)
+    assert files_left(temporary, before) == []
+
+
+def remove_segments_of_mpich(temporary, before):
+    """Removes what ranks of MPICH leave that have not finalized MPI: the segments of their hosts."""
+    for path in files_left(temporary, before):
+        if path.startswith("/dev/shm/mpich_shm_"):
+            Path(path).unlink()
 
 
 def daemons(temporary, job):
@@ -225,9 +255,6 @@ def test_every_rank_names_the_host_whose_link_is_cut(mpi, tmp_path, temporary):
         wait_until_processes_end(temporary)
     named = re.findall(r"rank [23] died \(no sign of host smd-host-1, .*?\) while rank (\d)", output)
     assert {"0", "1"} <= set(named), output
-    # Ranks of MPICH that have not finalized MPI leave the segments of their hosts.
-    left = [path for path in files_left(temporary, before) if path.startswith("/dev/shm/mpich_shm_")]
-    for path in left:
-        Path(path).unlink()
-    assert mpi.family == "mpich" or left == []
+    if mpi.family == "mpich":
+        remove_segments_of_mpich(temporary, before)
     assert files_left(temporary, before) == []
