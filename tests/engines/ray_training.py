@@ -224,10 +224,7 @@ def meet_at_once(
             main = f"if __name__ == '__main__':\n{textwrap.indent(main, '    ')}"
             path.write_text(neighbours.MEET + _MEETING + main)
             printed.append(pool.submit(cluster.run, path, folders[-1], 10**number, timeout=300))
-            if job == "elastic executor":
-                # It takes the first slots of the cluster, whether they are free or not.
-                found.append(neighbours.wait_for_secrets(folders[-1], printed[-1].done))
-        for folder, each in list(zip(folders, printed, strict=True))[len(found) :]:
+        for folder, each in zip(folders, printed, strict=True):
             found.append(neighbours.wait_for_secrets(folder, each.done))
         watch.look((user, own) for (user, _, _), own in zip(places, found, strict=True))
     watch.look_at_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -10,9 +11,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from horovod.ray.actor import RankActor
+from horovod.ray.reservations import Reservations, available_resources
 from horovod.ray.results import callbacks_called
 from horovod.runner.common.util import secret, timeout
 from horovod.runner.common.util.hosts import SlotInfo
@@ -76,7 +78,9 @@ class ClusterNodes:
 
 
 class RayHostDiscovery(HostDiscovery):
-    """The nodes of the cluster, with as many slots as their resources are enough for.
+    """The nodes of the cluster, with as many slots as their available resources are enough for.
+
+    Resources that a job of this object has reserved count as available.
 
     Args:
         use_gpu: Whether slots have GPUs.
@@ -89,6 +93,17 @@ class RayHostDiscovery(HostDiscovery):
         self.cpus_per_slot = cpus_per_slot
         self.gpus_per_slot = gpus_per_slot
         self.nodes = ClusterNodes()
+        #: Slots that the job has reserved, by id of the node.
+        self.held: dict[str, int] = {}
+
+    def resources_of_a_slot(self) -> dict[str, float]:
+        """Return what a worker needs.
+
+        Returns:
+            Amounts by Ray's name of the resource.
+        """
+        amounts = {"CPU": float(self.cpus_per_slot), "GPU": float(self.gpus_per_slot if self.use_gpu else 0)}
+        return {name: amount for name, amount in amounts.items() if amount}
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the nodes.
@@ -96,15 +111,27 @@ class RayHostDiscovery(HostDiscovery):
         Returns:
             Slots by name; nodes without a slot are left out.
         """
+        free = available_resources()
         found = {}
         for name, node in self.nodes.alive().items():
-            resources = node["Resources"]
-            slots = int(resources.get("CPU", 0) // self.cpus_per_slot)
-            if self.use_gpu:
-                slots = min(slots, int(resources.get("GPU", 0) // self.gpus_per_slot))
+            held = self.held.get(node["NodeID"], 0)
+            # Ray reports what is available with a delay.
+            slots = min(held + self.slots_in(free.get(node["NodeID"], {})), self.slots_in(node["Resources"]))
             if slots:
                 found[name] = slots
         return found
+
+    def slots_in(self, resources: dict[str, float]) -> int:
+        """Return how many slots resources are enough for.
+
+        Args:
+            resources: Amounts by Ray's name of the resource.
+
+        Returns:
+            The number.
+        """
+        needs = self.resources_of_a_slot()
+        return min(int(resources.get(name, 0) // amount) for name, amount in needs.items())
 
 
 class ElasticJob:
@@ -133,9 +160,18 @@ class ElasticJob:
         self._options = {"num_cpus": cpus_per_slot, "num_gpus": gpus_per_slot if use_gpu else 0}
         self._creation = creation
         found = settings.discovery
-        self._nodes = found.nodes if isinstance(found, RayHostDiscovery) else ClusterNodes()
+        self._nodes = ClusterNodes()
+        self._reservations: Reservations | None = None
+        if isinstance(found, RayHostDiscovery):
+            first = settings.num_proc or settings.min_num_proc
+            self._nodes = found.nodes
+            self._reservations = Reservations(found, first, settings.max_num_proc)
+            settings = copy.copy(settings)
+            settings.discovery = self._reservations
         self._places = ElasticPlaces(settings, ray.util.get_node_ip_address())
         self.driver = self._places.driver
+        if self._reservations is not None:
+            self._reservations.is_banned = self.driver.host_manager.is_blacklisted
         self._env = {**self._places.variables, **(env_vars or {})}
         self._values: dict[tuple[str, int], tuple[int, Any]] = {}
         self._failures: list[tuple[str, RayError]] = []
@@ -174,6 +210,8 @@ class ElasticJob:
     def stop(self) -> None:
         """End the job and its workers."""
         self._places.stop()
+        if self._reservations is not None:
+            self._reservations.release_all()
 
     def _run_worker(
         self, slot: SlotInfo, events: list[threading.Event], function: Any, queue: Any
@@ -182,8 +220,12 @@ class ElasticJob:
         place = (slot.hostname, slot.local_rank)
         name = f"{slot.hostname}[{slot.local_rank}]"
         node = self._nodes.find(slot.hostname)
-        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        actor = ray.remote(RankActor).options(**self._options, scheduling_strategy=affinity).remote()
+        strategy: Any = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        group = None
+        if self._reservations is not None:
+            group = self._reservations.take(node["NodeID"])
+            strategy = PlacementGroupSchedulingStrategy(group)
+        actor = ray.remote(RankActor).options(**self._options, scheduling_strategy=strategy).remote()
         try:
             code = self._drive(actor, slot, node, events, function, queue)
         except RayError as error:
@@ -195,6 +237,8 @@ class ElasticJob:
             code = 1
         finally:
             ray.kill(actor)
+            if self._reservations is not None and group is not None:
+                self._reservations.give_back(node["NodeID"], group)
         return code, time.time()
 
     def _drive(
