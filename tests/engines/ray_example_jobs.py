@@ -1,12 +1,15 @@
-"""The examples of Horovod that Ray's wheel carries, as they are, on a Ray cluster of two raylets: ``make test-engines``.
+"""Commands of the guide, and the examples of Horovod that Ray's wheel carries, as they are: ``make test-engines``.
 
-Their data loading alone is replaced: digits of scikit-learn take the place of torchvision's MNIST.
+Of those examples the data loading alone is replaced: digits of scikit-learn take the place of torchvision's MNIST.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +20,9 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import RayCluster
+from cluster import ROOT, RayCluster
+
+from support import hosts, launchers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -103,3 +108,70 @@ def test_tune_runs_jobs(tmp_path):
     assert "Best hyperparameters found were:" in output
     # Each of the four workers prints the number of ranks.
     assert len(set(re.findall(r"RayTrainWorker pid=(\d+).*\)\S* 2$", output, re.MULTILINE))) == 4, output
+
+
+class Shell:
+    """A shell on a host that has a network, processes, and temporary files of its own. `ray stop` finds no others."""
+
+    def __init__(self, network, host):
+        # Users need no network beyond that of the hosts; Ray would send statistics.
+        environment = {**launchers.clean_environment(), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "bash"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen([*network.on(host), *apart], env=environment, cwd=ROOT, text=True, **pipes)
+        for folder in ("/tmp", "/dev/shm"):
+            self.run(f"mount -t tmpfs tmpfs {folder}")
+
+    def run(self, command):
+        """Runs a command to its end, and returns what it printed."""
+        self.process.stdin.write(f"{command}\necho; echo END $?\n")
+        self.process.stdin.flush()
+        lines = []
+        while not (line := self.process.stdout.readline()).startswith("END "):
+            assert line, lines
+            lines.append(line)
+        output = "".join(lines)
+        assert line == "END 0\n", f"{command}: {line}{output}"
+        return output
+
+    def processes(self):
+        """Commands of the host's processes but those of the shell."""
+        return [
+            each
+            for each in self.run("ps -eo args=").splitlines()
+            if each.split() not in ([], ["bash"], ["ps", "-eo", "args="])
+        ]
+
+    def close(self):
+        """Ends the shell and all processes of the host."""
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+def test_the_commands_of_the_guide():
+    """On two hosts, up to `ray stop`. Ray itself leaves its logs."""
+    guide = (ROOT / "docs" / "guides" / "ray.md").read_text()
+    block = re.search(r"```sh\n(.*?)```", guide, re.DOTALL)[1]
+    commands = [shlex.join(shlex.split(line, comments=True)) for line in block.splitlines()]
+    assert [each.split()[:2] for each in commands] == [
+        ["ray", "start"], ["ray", "start"], ["python", "examples/ray/horovod_digits.py"],
+        ["python", "examples/ray/elastic_digits.py"], ["ray", "stop"],
+    ]  # fmt: skip
+    head, other, fixed, elastic, stop = commands
+    with contextlib.ExitStack() as stack:
+        two = stack.enter_context(hosts.Hosts(2))
+        two.name_each_other()
+        shells = [Shell(two, host) for host in range(2)]
+        for shell in shells:
+            stack.callback(shell.close)
+        assert "Ray runtime started" in shells[0].run(head)
+        assert "Ray runtime started" in shells[1].run(other.replace("HEAD", hosts.address(0)))
+        assert re.search(r"accuracy 0.* on 2 workers", shells[0].run(fixed))
+        output = shells[0].run(elastic)
+        assert re.search(r"a session of 2 in epoch", output), output
+        for shell in reversed(shells):
+            shell.run(stop)
+            assert shell.processes() == []
+            assert shell.run("find /tmp /dev/shm -type f -not -path '/tmp/ray/*'").split() == []
