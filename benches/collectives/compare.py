@@ -3,14 +3,17 @@
     python benches/collectives/compare.py [--ranks 2 4] [--rounds 3] [--only all_reduce] [--without gloo]
 
 Each figure is the time of one call on the slowest rank: the median over all repeats of all rounds, followed by the 10th
-and 90th percentiles. Needs cargo; Open MPI needs `mpicc` and `mpirun`, and gloo needs PyTorch. A library that is
-missing is left out, with a message.
+and 90th percentiles. `all_reduce_after_work` is an all-reduce after 2 ms of other work on each rank. Before the tables
+stand the processor and the time that a cache line takes from one core to another and back, which says whether they
+share a cache. Needs cargo, or `--program`; Open MPI needs `mpicc` and `mpirun`, and gloo needs PyTorch. A library that
+is missing is left out, with a message.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import socket
 import statistics
@@ -28,6 +31,7 @@ TIME_LIMIT_SECONDS = 170
 ALL_REDUCE = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB]
 CASES = {
     "all_reduce": ALL_REDUCE,
+    "all_reduce_after_work": [16 * KIB, MIB, 4 * MIB, 25 * MIB],
     "all_gather": [MIB, 25 * MIB],
     "broadcast": [MIB, 25 * MIB],
     "barrier": [0],
@@ -40,7 +44,7 @@ Times = dict[Key, list[float]]
 
 def case(name: str, size: int, repeats: int) -> str:
     """The measurement as an argument of the programs. Small operations are timed many at a time."""
-    calls = max(1, min(500, (4 * MIB) // max(size, KIB)))
+    calls = max(1, min(50 if name == "all_reduce_after_work" else 500, (4 * MIB) // max(size, KIB)))
     return f"{name}:{size}:{repeats}:{calls}"
 
 
@@ -85,13 +89,14 @@ def run_mpi(program: Path, size: int, cases: list[str]) -> Times:
     return parse(finish([process], "mpirun"))
 
 
-def build(folder: Path) -> tuple[list[str], Path | None]:
-    """Builds the Rust program and, if Open MPI is installed, the MPI program."""
-    subprocess.run(
-        ["cargo", "build", "--release", "-q", "-p", "smd-core", "--example", "collectives"], cwd=ROOT, check=True
-    )
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    own = [str(target / "release/examples/collectives")]
+def build(folder: Path, built: Path | None) -> tuple[list[str], Path | None]:
+    """Builds the Rust program, unless it is given, and, if Open MPI is installed, the MPI program."""
+    if built is None:
+        subprocess.run(
+            ["cargo", "build", "--release", "-q", "-p", "smd-core", "--example", "collectives"], cwd=ROOT, check=True
+        )
+        built = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/examples/collectives"
+    own = [str(built)]
     if not (shutil.which("mpicc") and shutil.which("mpirun")):
         print("Open MPI is left out: no `mpicc` and `mpirun` (Debian: openmpi-bin, libopenmpi-dev)")
         return own, None
@@ -105,6 +110,19 @@ def has_torch() -> bool:
         return True
     print("gloo is left out: PyTorch is not installed")
     return False
+
+
+def processor() -> str:
+    """The processor's name, its number of cores and its caches, each with the number of cores that share it."""
+    names = [line.split(":")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    caches = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size, shared = (
+            (index / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+        )
+        if kind != "Instruction":
+            caches.append(f"L{level} {size} of CPUs {shared}")
+    return f"{names[0].strip() if names else platform.machine()}, {os.cpu_count()} cores; {', '.join(caches)}"
 
 
 def size_name(size: int) -> str:
@@ -148,9 +166,13 @@ def report(size: int, results: dict[str, dict[Key, list[float]]], quantile: floa
         ratios = [f"{other / own:.2f}" if other else "-" for other in others]
         # Bytes that must at least be read and written: each rank reads and writes each byte once. In an all-gather, it
         # reads one part and writes all.
-        moved = {"all_reduce": 2 * size, "window": 2 * size, "broadcast": size, "all_gather": size * (size + 1)}.get(
-            name
-        )
+        moved = {
+            "all_reduce": 2 * size,
+            "all_reduce_after_work": 2 * size,
+            "window": 2 * size,
+            "broadcast": size,
+            "all_gather": size * (size + 1),
+        }.get(name)
         share = f"{moved * bytes_ / own / limit:.0%}" if moved and limit and bytes_ >= 25 * MIB else "-"
         times = [spread_name(results.get(library, {}).get(key), quantile) for library in ("ours", "mpi", "gloo")]
         print("| " + " | ".join([name, size_name(bytes_), *times, *ratios, share]) + " |")
@@ -162,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=9, help="repeats in each round")
     parser.add_argument("--only", nargs="+", default=[*CASES, *OWN_CASES], choices=[*CASES, *OWN_CASES])
+    parser.add_argument("--program", type=Path, help="rust-core/examples/collectives.rs, built elsewhere")
     parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo"])
     parser.add_argument(
         "--quantile",
@@ -171,15 +194,19 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        own, mpi = build(Path(folder))
+        own, mpi = build(Path(folder), arguments.program)
         gloo = has_torch() if "gloo" not in arguments.without else False
+        print(processor())
+        lines = []
         for size in arguments.ranks:
             results: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
             for _ in range(arguments.rounds):
+                lines += run_ranks(own, 1, ["line:0:3:20000"])["line", 0]
                 for library, times in run_round(size, own, mpi, gloo, arguments):
                     for key, seconds in times.items():
                         results[library][key] += seconds
             report(size, results, arguments.quantile)
+        print(f"\nA cache line from core to core and back: {spread_name(lines, 0.5)}")
 
 
 def run_round(

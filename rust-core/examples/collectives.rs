@@ -3,8 +3,13 @@
 //! Arguments: `COLLECTIVE:BYTES:REPEATS:CALLS ..`. For each, the ranks call a barrier, make that many calls in a row,
 //! and do so that many times; rank 0 prints `COLLECTIVE BYTES SECONDS ..`: the time of one call on the slowest rank,
 //! for each repeat. `all_gather` is `BYTES` from each rank. `window` is an all-reduce of values that lie in a window.
-//! `memory` is not a collective: each rank adds one to every value, which reads and writes each byte once.
+//! `all_reduce_after_work` is an all-reduce before which the ranks meet in a barrier and then work on their own memory for
+//! 2 ms, as between the gradients of a training step; only the all-reduce is timed.
+//!
+//! Two are not collectives. `memory`: each rank adds one to every value, which reads and writes each byte once. `line`,
+//! with one rank: a cache line goes from one thread to another and back.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use smd_core::Result;
@@ -60,7 +65,9 @@ fn measure(world: &Communicator, name: &str, bytes: usize, repeats: usize, calls
     let mut others = vec![1.0f32; if name == "all_gather" { elems * size } else { 0 }];
     let values = view(&mut data);
     let request = match name {
-        "all_reduce" => Some(Request::AllReduce { input: values, output: values, op: ReduceOp::Sum }),
+        "all_reduce" | "all_reduce_after_work" => {
+            Some(Request::AllReduce { input: values, output: values, op: ReduceOp::Sum })
+        }
         "broadcast" => Some(Request::Broadcast { data: values, root: 0 }),
         "all_gather" => {
             let outputs = others.chunks_mut(elems.max(1)).map(view).collect();
@@ -74,24 +81,81 @@ fn measure(world: &Communicator, name: &str, bytes: usize, repeats: usize, calls
             Some(Request::AllReduceWindow { window, offset_bytes, elems, dtype, op })
         }
         "barrier" => Some(Request::Barrier),
-        "memory" => None,
+        "memory" | "line" => None,
         other => panic!("`{other}` of rank {me} is not a collective"),
     };
+    let mut private = vec![1.0f32; if name == "all_reduce_after_work" { PRIVATE_ELEMS } else { 0 }];
     let mut times = Vec::new();
     // The first repeat warms up: caches, page tables, and the memory that ranks share.
     for repeat in 0..=repeats {
         world.run(&Request::Barrier)?;
         let start = Instant::now();
-        for _ in 0..calls {
-            match &request {
-                Some(request) => world.run(request)?,
-                None => std::hint::black_box(&mut data).iter_mut().for_each(|value| *value += 1.0),
+        let time: Duration = match &request {
+            Some(request) if name == "all_reduce_after_work" => {
+                let mut time = Duration::ZERO;
+                for _ in 0..calls {
+                    world.run(&Request::Barrier)?;
+                    work(&mut private);
+                    let called = Instant::now();
+                    world.run(request)?;
+                    time += called.elapsed();
+                }
+                time
             }
-        }
-        let time: Duration = start.elapsed();
+            Some(request) => {
+                for _ in 0..calls {
+                    world.run(request)?;
+                }
+                start.elapsed()
+            }
+            None if name == "line" => {
+                pass_line(calls);
+                start.elapsed()
+            }
+            None => {
+                for _ in 0..calls {
+                    std::hint::black_box(&mut data).iter_mut().for_each(|value| *value += 1.0);
+                }
+                start.elapsed()
+            }
+        };
         if repeat > 0 {
             times.push(time.as_secs_f64() / calls as f64);
         }
     }
     Ok(times)
+}
+
+const WORK: Duration = Duration::from_millis(2);
+/// 4 MiB: more than a core's second-level cache.
+const PRIVATE_ELEMS: usize = 1 << 20;
+
+/// Changes private memory for the time of [`WORK`].
+fn work(private: &mut [f32]) {
+    let start = Instant::now();
+    while start.elapsed() < WORK {
+        for part in std::hint::black_box(&mut *private).chunks_mut(4096) {
+            part.iter_mut().for_each(|value| *value += 1.0);
+            if start.elapsed() >= WORK {
+                break;
+            }
+        }
+    }
+}
+
+/// Passes a cache line from one thread to another and back, `count` times.
+fn pass_line(count: usize) {
+    let turn = AtomicUsize::new(0);
+    let pass = |parity| {
+        for number in (parity..2 * count).step_by(2) {
+            while turn.load(Ordering::Acquire) != number {
+                std::hint::spin_loop();
+            }
+            turn.store(number + 1, Ordering::Release);
+        }
+    };
+    std::thread::scope(|threads| {
+        threads.spawn(|| pass(1));
+        pass(0);
+    });
 }
