@@ -256,3 +256,11 @@ def test_smddp_under_the_executor(cluster):
     output = cluster.run(script(cluster, "smddp", body), timeout=200)
     assert "RESULT torch_alone [(False, 3.0), (False, 3.0)]" in output, output
     assert "RESULT own [(2, 3.0), (2, 3.0)]" in output, output
+
+
+def test_slots_that_need_nothing_are_refused():
+    from horovod.ray import RayHostDiscovery
+
+    RayHostDiscovery(use_gpu=True, cpus_per_slot=0, gpus_per_slot=1)
+    with pytest.raises(ValueError, match="a slot needs CPUs or GPUs"):
+        RayHostDiscovery(use_gpu=False, cpus_per_slot=0)

@@ -86,12 +86,17 @@ class RayHostDiscovery(HostDiscovery):
         use_gpu: Whether slots have GPUs.
         cpus_per_slot: CPUs of each slot.
         gpus_per_slot: GPUs of each slot.
+
+    Raises:
+        ValueError: A slot has neither CPUs nor GPUs.
     """
 
     def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
         self.use_gpu = use_gpu
         self.cpus_per_slot = cpus_per_slot
         self.gpus_per_slot = gpus_per_slot
+        if not self.resources_of_a_slot():
+            raise ValueError("a slot needs CPUs or GPUs, but `cpus_per_slot` is 0 and it has no GPUs")
         self.nodes = ClusterNodes()
         #: Slots that the job has reserved, by id of the node.
         self.held: dict[str, int] = {}
