@@ -124,7 +124,7 @@ class Shell:
             self.run(f"mount -t tmpfs tmpfs {folder}")
 
     def run(self, command):
-        """Runs a command to its end, and returns what it printed."""
+        """Waits until a command has ended, and returns its output; its exit status must be 0."""
         self.process.stdin.write(f"{command}\necho; echo END $?\n")
         self.process.stdin.flush()
         lines = []

@@ -247,10 +247,7 @@ def test_smddp_under_the_executor(cluster):
         for function in (torch_alone, own):
             executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=2)
             executor.start()
-            try:
-                print("RESULT", function.__name__, executor.run(function), flush=True)
-            except Exception as error:
-                print("ERROR", function.__name__, str(error), flush=True)
+            print("RESULT", function.__name__, executor.run(function), flush=True)
             executor.shutdown()
     """
     output = cluster.run(script(cluster, "smddp", body), timeout=200)

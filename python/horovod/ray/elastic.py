@@ -120,7 +120,7 @@ class RayHostDiscovery(HostDiscovery):
         found = {}
         for name, node in self.nodes.alive().items():
             held = self.held.get(node["NodeID"], 0)
-            # Ray reports what is available with a delay.
+            # The report of free resources is late: it may still have those that the job has just reserved.
             slots = min(held + self.slots_in(free.get(node["NodeID"], {})), self.slots_in(node["Resources"]))
             if slots:
                 found[name] = slots

@@ -31,7 +31,7 @@ _NODE_ID = "ray.io/node-id"
 
 @client_mode_wrap
 def available_resources() -> dict[str, dict[str, float]]:
-    """Return the resources that nobody holds now.
+    """Return the resources that no task, actor or placement group has reserved, as Ray last reported them.
 
     Returns:
         Amounts by resource, by id of the node.
