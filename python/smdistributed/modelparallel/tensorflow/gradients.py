@@ -53,15 +53,12 @@ def starts_with_gradients(values: Any, variables: Sequence[Any], gradient_tracke
     )
 
 
-def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Average gradients over the replicas of the model in a step's graph, each as soon as it is computed.
+def between_replicas(everywhere: Sequence[tuple[Any, Any]]) -> agreement.Comparison:
+    """Return the comparison of the gradients that replicas of the model reduce.
 
-    If replicas passed different gradients to a reducer, it would wait forever. So they are compared when the step
-    begins, while the pipeline runs.
+    Without it, replicas that pass different gradients to a reducer would wait forever.
 
     Args:
-        sums: This rank's gradients, which may contain ``None``; slices become dense.
-        variables: Their variables.
         everywhere: Gradients of a microbatch with their variables, of all partitions; empty if the body computes
         gradients without returning them, which other replicas might do.
     """
@@ -74,9 +71,20 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], everywhere: Seq
     ]
     differ = "the replicas of this partition reduce different gradients"
     names = [f"rank {rank}" for rank in groups.members["dp"]]
-    compared = agreement.compare(lines, groups.dp_group, CommGroup.DP_GROUP, differ, names)
-    with tf.control_dependencies([compared]):
-        return reduce_gradients(sums, variables, group=groups.dp_group)
+    return agreement.Comparison(lines, groups.dp_group, CommGroup.DP_GROUP, differ, names)
+
+
+def over_replicas(sums: Sequence[Any], variables: Sequence[Any], compared: tf.Operation | None) -> list[Any]:
+    """Average gradients over the replicas of the model in a step's graph, each as soon as it is computed.
+
+    Args:
+        sums: This rank's gradients, which may contain ``None``; slices become dense.
+        variables: Their variables.
+        compared: The operation after which all replicas are known to have these gradients; see
+        :func:`between_replicas`.
+    """
+    with tf.control_dependencies([] if compared is None else [compared]):
+        return reduce_gradients(sums, variables, group=state.groups.dp_group)
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:

@@ -174,7 +174,7 @@ class StepFunction:
         if is_first:
             if groups.pp_group is not None:
                 # All ranks have compared their traces before any of them partitions the model.
-                agreement.compare_now(segment_graph.lines, *agreement.pipeline_group(groups))
+                agreement.compare_now(agreement.in_pipeline(segment_graph.lines, groups))
             placement.save(traced, assignment, cfg)
             model._smp_partition(assignment)
             if groups.pp_group is not None:
@@ -185,15 +185,18 @@ class StepFunction:
         to_sum = {
             each.value.name: handle_of(each.variable).device for each in found if isinstance(each.value, tf.Tensor)
         }
-        program = Program(traced, segment_graph, rows, groups, to_sum, early)
+        comparisons = []
+        if reduces and traced.gradient_tracker.has_found_any:
+            everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
+            comparisons.append(gradients.between_replicas(everywhere))
+        program = Program(traced, segment_graph, rows, groups, to_sum, early, comparisons)
         results = program.build()
         totals = {id(each): program.sums[each.value.name] for each in found if isinstance(each.value, tf.Tensor)}
-        everywhere = [(each.value, each.variable) for part in template for each in _gradients(part)]
-        if reduces and traced.gradient_tracker.has_found_any:
+        if comparisons:
             sums = [totals[id(each)] if id(each) in totals else _sum(each, results) for each in found]
             # A gradient tape around the step must not record these operations.
             with record.stop_recording():
-                reduced = gradients.over_replicas(sums, [each.variable for each in found], everywhere)
+                reduced = gradients.over_replicas(sums, [each.variable for each in found], program.compared)
             totals = {id(each): mean for each, mean in zip(found, reduced, strict=True)}
         results, totals = program.end((results, totals))
         return _filled(template[rank], results, totals, reduces)

@@ -11,6 +11,7 @@ A step is compared in its graph, and when it is traced, before it partitions the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import zlib
 from collections.abc import Sequence
@@ -38,58 +39,84 @@ _FAILED = -1
 TRACING_SECONDS = 10.0
 
 
-def compare(
-    lines: Sequence[str],
-    group: int,
-    kind: CommGroup,
-    differ: str,
-    names: Sequence[str],
-    scope: StepScope | None = None,
-) -> tf.Operation:
-    """Return an operation that fails unless all ranks of a group have the same lines.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Lines that must be equal on all ranks of a group.
 
-    Args:
+    Attributes:
         lines: The lines of this rank.
         group: The core's id of the group.
         kind: The kind of the group.
         differ: The beginning of the error.
         names: Names of the ranks in errors, in the group's order.
+    """
+
+    lines: Sequence[str]
+    group: int
+    kind: CommGroup
+    differ: str
+    names: Sequence[str]
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32("\n".join(self.lines).encode())
+
+
+def compare(comparisons: Sequence[Comparison], scope: StepScope | None = None) -> tf.Operation:
+    """Return an operation that compares in order, and fails if one of the comparisons finds a difference.
+
+    A rank that has found a difference takes part in the later comparisons with its error (AGR-2), so that their other
+    ranks fail as well.
+
+    Args:
+        comparisons: What to compare; each group's ranks pass the same groups in the same order.
         scope: The step, which no rank runs if lines differ.
     """
-    digest = _digest(lines)
     # Data is compared in host memory: on a GPU, a group's first operation loads kernels, which waits for running
     # kernels, and one of these may be a receive that waits for a message that is sent only after this comparison.
     with tf.device(_HOST):
-        gathered = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=group).output
-        is_other = tf.reduce_any(gathered != tf.constant(digest, tf.int64))
+        gathered: list[tf.Tensor] = []
+        differs = tf.constant(False)
+        for each in comparisons:
+            digest = tf.where(differs, tf.constant(_FAILED, tf.int64), tf.constant(each.digest, tf.int64))
+            gathered.append(core_ops.smd_all_gather(tensor=tf.reshape(digest, [1]), group=each.group).output)
+            differs |= tf.reduce_any(gathered[-1] != digest)
 
-    def raise_mismatch(_: Any) -> NoReturn:
-        raise SMPMismatchError(f"{_mismatch_text(lines, kind, differ, names)} [smd:mismatch]")
+    def raise_mismatch(*gathered: Any) -> NoReturn:
+        text = ""
+        for each, digests in zip(comparisons, gathered, strict=True):
+            # All ranks of the group have these digests, so all of them, or none, exchange lines.
+            if all(digest == digests[0] for digest in digests):
+                continue
+            lines = [f"{_FAILURE}cannot run the step: {text}"] if text else each.lines
+            found = _mismatch_text(each, lines)
+            text = text or found
+        raise SMPMismatchError(f"{text} [smd:mismatch]")
 
     def fail() -> tf.Tensor:
         with tf.control_dependencies([] if scope is None else [scope.cancel()]):
-            return tf.numpy_function(raise_mismatch, [gathered], tf.int64)
+            return tf.numpy_function(raise_mismatch, gathered, tf.int64)
 
     with tf.device(_HOST):
-        return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
+        return tf.cond(differs, fail, lambda: tf.constant(0, tf.int64)).op
 
 
-def compare_now(lines: Sequence[str], group: int, kind: CommGroup, differ: str, names: Sequence[str]) -> None:
+def compare_now(comparison: Comparison) -> None:
     """Compare at once, as :func:`compare` does in a graph.
 
     Raises:
         SMPMismatchError: Another rank has other lines, or none; raised on all ranks.
     """
-    digest = _digest(lines)
-    if any(each != digest for each in _gather(digest, group)):
-        raise SMPMismatchError(_mismatch_text(lines, kind, differ, names))
+    if any(each != comparison.digest for each in _gather(comparison.digest, comparison.group)):
+        raise SMPMismatchError(_mismatch_text(comparison, comparison.lines))
 
 
-def pipeline_group(groups: TensorFlowGroups) -> tuple[int, CommGroup, str, list[str]]:
-    """Return the group in which partitions compare their steps, its kind, and the text and names for errors."""
+def in_pipeline(lines: Sequence[str], groups: TensorFlowGroups) -> Comparison:
+    """Return the comparison of partitions that run a step or an operation outside of steps."""
     assert groups.pp_group is not None, "one partition has nothing to compare"
     names = [f"partition {place}" for place in range(len(groups.members["pp"]))]
-    return groups.pp_group, CommGroup.PP_GROUP, "the ranks of this pipeline run different steps", names
+    differ = "the ranks of this pipeline run different steps"
+    return Comparison(lines, groups.pp_group, CommGroup.PP_GROUP, differ, names)
 
 
 def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
@@ -100,7 +127,7 @@ def compare_activity(activity: str, groups: TensorFlowGroups) -> None:
     """
     if groups.pp_group is not None:
         wait_for_report(groups)
-        compare_now([_ACTIVITY + activity], *pipeline_group(groups))
+        compare_now(in_pipeline([_ACTIVITY + activity], groups))
 
 
 def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: float) -> None:
@@ -115,7 +142,7 @@ def report_failure(what: str, error: str, groups: TensorFlowGroups, seconds: flo
         groups: The pipeline.
         seconds: How long to wait for the others, which may be elsewhere and wait for this rank.
     """
-    group, *_ = pipeline_group(groups)
+    group = in_pipeline([], groups).group
 
     def take_part() -> None:
         with contextlib.suppress(Exception):
@@ -139,10 +166,6 @@ def wait_for_report(groups: TensorFlowGroups) -> None:
         groups.report_thread = None
 
 
-def _digest(lines: Sequence[str]) -> int:
-    return zlib.crc32("\n".join(lines).encode())
-
-
 def _gather(digest: int, group: int) -> list[int]:
     with tf.init_scope(), tf.device(_HOST):
         return (
@@ -150,9 +173,10 @@ def _gather(digest: int, group: int) -> list[int]:
         )
 
 
-def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Sequence[str]) -> str:
-    """Describe the mismatch; all ranks of the group call it."""
-    reports = object_transport.gather(list(lines), kind.value)
+def _mismatch_text(comparison: Comparison, lines: Sequence[str]) -> str:
+    """Describe the mismatch; all ranks of the group call it, each with its lines or its error."""
+    names = comparison.names
+    reports = object_transport.gather(list(lines), comparison.kind.value)
     for name, theirs in zip(names, reports, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
             return f"{name} {theirs[0].removeprefix(_FAILURE)}"
@@ -163,7 +187,7 @@ def _mismatch_text(lines: Sequence[str], kind: CommGroup, differ: str, names: Se
                 f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all "
                 "ranks must make the same calls in the same order"
             )
-    return f"{differ}: {_difference(reports, names)}"
+    return f"{comparison.differ}: {_difference(reports, names)}"
 
 
 def _activity(lines: Sequence[str]) -> str:

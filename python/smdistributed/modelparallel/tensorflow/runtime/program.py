@@ -109,9 +109,11 @@ class Program:
         to_sum: Tensors that the step returns here as sums over the microbatches, by name, each with the device of its
         sum.
         early: Names of tensors that the step returns here and that are needed as soon as they are computed.
+        comparisons: What the ranks compare when the step begins, in addition to the segments of the partitions.
 
     Attributes:
         sums: The sums, by name, after :meth:`build`.
+        compared: The operation that ends when all comparisons have passed, after :meth:`build`; ``None`` without any.
     """
 
     def __init__(
@@ -122,8 +124,10 @@ class Program:
         groups: TensorFlowGroups,
         to_sum: Mapping[str, str],
         early: Collection[str],
+        comparisons: Sequence[agreement.Comparison],
     ) -> None:
         self.sums: dict[str, tf.Tensor] = {}
+        self.compared: tf.Operation | None = None
         self._trace, self._segment_graph, self._groups = trace, segment_graph, groups
         self._microbatches = len(given)
         self._graph = tf.compat.v1.get_default_graph()
@@ -140,6 +144,7 @@ class Program:
         self._calls: dict[tuple[Segment, int], tf.Operation] = {}
         self._anchors: list[tf.Operation] = []
         self._start: list[tf.Operation] = []
+        self._comparisons = comparisons
         # Operations that other ranks wait for during the step, and operations that run independently.
         self._scope: StepScope | None = None
         self._independent_ops: list[tf.Operation] = []
@@ -169,11 +174,14 @@ class Program:
         if self._groups.pp_group is not None:
             self._scope = StepScope()
             with tf.control_dependencies([self._scope.begin_op]):
-                start = agreement.compare(
-                    segment_graph.lines, *agreement.pipeline_group(self._groups), scope=self._scope
-                )
-            self._start = [start]
-            self._transfers = Transfers(segment_graph, self._groups, self._microbatches, start, self._run_independently)
+                partitions = agreement.in_pipeline(segment_graph.lines, self._groups)
+                self.compared = agreement.compare([*self._comparisons, partitions], self._scope)
+            self._start = [self.compared]
+            self._transfers = Transfers(
+                segment_graph, self._groups, self._microbatches, self.compared, self._run_independently
+            )
+        elif self._comparisons:
+            self.compared = agreement.compare(self._comparisons)
         # A gradient tape around the step must not record these operations.
         with record.stop_recording():
             for segment, mb in segment_graph.order:
