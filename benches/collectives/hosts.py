@@ -1,5 +1,5 @@
 """Compares all-reduces between hosts: OpenSMD's over TCP, over TCP with `SMD_TRUSTED_NETWORK=1` and over
-MPI, and gloo's.
+MPI, gloo's, and the time of the bytes alone through plain sockets.
 
     python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="repeats per round")
-    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo", "trusted"])
+    parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo", "trusted", "sockets"])
     arguments = parser.parse_args()
     if reason := support_hosts.missing_network():
         sys.exit(f"cannot create the hosts: {reason}")
@@ -64,6 +64,11 @@ def main() -> None:
             interface = {"GLOO_SOCKET_IFNAME": "eth0"}
             starts = by_hand.starts(size, [str(HERE / "gloo.py"), *cases])
             candidates["gloo"] = lambda: run([(command, own | interface) for command, own in starts], "gloo")
+        if "sockets" not in arguments.without:
+            plain = by_hand.starts(size, [str(HERE / "sockets.py"), str(arguments.hosts), *cases])
+            candidates["sockets"] = lambda: run(
+                [(command, own | {"GLOO_SOCKET_IFNAME": "eth0"}) for command, own in plain], "plain sockets"
+            )
         results: dict[str, dict[compare.Key, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _ in range(arguments.rounds):
             for name, measure in candidates.items():
@@ -72,7 +77,7 @@ def main() -> None:
     print(f"\n{size} processes on {arguments.hosts} hosts\n")
     print(
         "| all-reduce | "
-        + " | ".join(f"ours over {name}" if name != "gloo" else name for name in candidates)
+        + " | ".join(name if name in ("gloo", "sockets") else f"ours over {name}" for name in candidates)
         + " | gloo / TCP |"
     )
     print("| --- |" + " --- |" * (len(candidates) + 1))

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use libfuzzer_sys::fuzz_target;
 use smd_core::world::rendezvous::JobKey;
-use smd_core::world::rendezvous::frame::{Opener, Sealer, TagCoverage};
+use smd_core::world::rendezvous::frame::{Opener, Sealer};
+use smd_core::world::rendezvous::frame_tag::TagOptions;
 use smd_core::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, ChallengeResponse, GREETING_BYTES};
 use smd_core::world::rendezvous::job::{Job, Disposition};
 use smd_core::world::rendezvous::message::{ToClient, ToServer, decode, encode};
@@ -41,7 +42,7 @@ fn messages(bytes: &[u8]) {
 fn frames(bytes: &[u8]) {
     let mut opener = Opener::new(KEY);
     let mut sealed = Vec::new();
-    let mut sealer = Sealer::new(KEY, TagCoverage::WholeFrame);
+    let mut sealer = Sealer::new(KEY, TagOptions::CONTROL);
     for piece in bytes.chunks(29) {
         opener.feed(piece);
         if !matches!(opener.next(), Ok(None)) {

@@ -23,6 +23,7 @@ mod batch;
 mod call;
 pub mod communicator;
 mod cuda;
+mod depth;
 pub(crate) mod kernels;
 mod point_to_point;
 pub mod reference;
@@ -37,6 +38,7 @@ pub use batch::{BatchPhase, PhaseListener};
 pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub(crate) use cuda::SplitColor;
+use depth::DepthChooser;
 pub use rows::MakeOutputs;
 use stores::StoreChooser;
 pub use window::Window;
@@ -204,6 +206,8 @@ pub(crate) struct Group<'a> {
     members: &'a Members,
     /// How members write the chunks that peers read.
     stores: &'a StoreChooser,
+    /// How many pieces this member has under way between hosts.
+    depths: &'a DepthChooser,
     wait: Wait<'a>,
     id: u64,
     /// The number of operations of the group before this one; equal on all members.

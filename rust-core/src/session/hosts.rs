@@ -18,7 +18,7 @@ use crate::transport::ports::Carrier;
 use crate::transport::tcp::{self, Network};
 use crate::transport::{HostsTransport, Members, Transport};
 use crate::world::rendezvous::Client;
-use crate::world::rendezvous::frame::TagCoverage;
+use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage, TagOptions};
 use crate::world::{Monitor, env};
 
 /// The connection between the hosts of a job.
@@ -55,6 +55,8 @@ struct HostReport {
     /// The address at which it listens for TCP.
     address: tcp::TcpAddress,
     trusts_network: bool,
+    /// The faster way to authenticate frames on its processor.
+    algorithm: MacAlgorithm,
 }
 
 /// The transport that all ranks use.
@@ -66,7 +68,7 @@ enum TransportChoice {
         why: String,
         /// The address of each rank.
         book: Vec<tcp::TcpAddress>,
-        coverage: TagCoverage,
+        tags: TagOptions,
     },
 }
 
@@ -84,13 +86,14 @@ impl Session {
         let (local, rendezvous) = client.ends();
         let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
-        let own = HostReport { without_mpi, address, trusts_network: config::TRUSTED_NETWORK.flag()? };
+        let trusts_network = config::TRUSTED_NETWORK.flag()?;
+        let own = HostReport { without_mpi, address, trusts_network, algorithm: MacAlgorithm::fastest() };
         match (self.agree(client, own, deadline)?, plugin) {
             (TransportChoice::Mpi, Ok(plugin)) => {
                 mpi::start(&plugin, self.size(), &self.monitor, deadline).map(HostConnection::Mpi)
             }
             (TransportChoice::Mpi, Err(error)) => Err(error),
-            (TransportChoice::Tcp { why, book, coverage }, _) => {
+            (TransportChoice::Tcp { why, book, tags }, _) => {
                 metrics::note_fallback(Fallback::TcpWithoutMpi);
                 if self.rank() == 0 {
                     tracing::info!(
@@ -105,7 +108,7 @@ impl Session {
                     key: client.key().clone(),
                     book: book.into_iter().map(|address| address.address_for(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
-                    coverage,
+                    tags,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(HostConnection::Tcp)
@@ -174,9 +177,11 @@ impl Session {
         // The first rank with each answer.
         let mut trusting = own.trusts_network.then_some(0);
         let mut untrusting = (!own.trusts_network).then_some(0);
+        let mut algorithms = vec![own.algorithm];
         for rank in 1..self.size() {
             let answer: HostReport = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
             book.push(answer.address);
+            algorithms.push(answer.algorithm);
             (if answer.trusts_network { &mut trusting } else { &mut untrusting }).get_or_insert(rank);
             if let (None, Some(reason)) = (&why, answer.without_mpi) {
                 let host = &self.hosts[self.places[rank].host as usize];
@@ -191,10 +196,27 @@ impl Session {
             );
         }
         let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
-        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, coverage });
+        let tags = || TagOptions { algorithm: self.agree_on_algorithm(&algorithms, coverage), coverage };
+        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, tags: tags() });
         client.remove_prefix(PREFIX)?;
         client.set(CHOICE, &encode(&choice)?)?;
         Ok(choice)
+    }
+
+    /// Returns the algorithm for all connections, given the faster one of each rank: AEGIS if it is faster everywhere.
+    /// Where it is slower, it is much slower.
+    fn agree_on_algorithm(&self, fastest: &[MacAlgorithm], coverage: TagCoverage) -> MacAlgorithm {
+        let Some(rank) = fastest.iter().position(|each| *each == MacAlgorithm::Blake3) else {
+            return MacAlgorithm::Aegis;
+        };
+        if coverage == TagCoverage::WholeFrame && fastest.contains(&MacAlgorithm::Aegis) {
+            tracing::warn!(
+                "TCP frames between the hosts are authenticated by BLAKE3, which is slower than AEGIS on some of them, \
+                 because AEGIS is slower on rank {rank} on host {}: its processor may have no AES instructions",
+                self.hosts[self.places[rank].host as usize]
+            );
+        }
+        MacAlgorithm::Blake3
     }
 
     /// Creates the transport of a group on several hosts.

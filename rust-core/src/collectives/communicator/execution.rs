@@ -194,6 +194,7 @@ impl GroupState {
             hosts: self.transport.hosts(),
             members,
             stores: &self.stores,
+            depths: &self.depths,
             wait,
             id: self.id,
             operation: self.operations.fetch_add(1, Ordering::Relaxed),

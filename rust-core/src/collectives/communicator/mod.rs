@@ -29,6 +29,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
+use crate::collectives::depth::DepthChooser;
 use crate::collectives::point_to_point::PointToPoint;
 use crate::collectives::stores::StoreChooser;
 use crate::collectives::window::Window;
@@ -76,6 +77,7 @@ struct GroupState {
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     stores: StoreChooser,
+    depths: DepthChooser,
     made: Instant,
     /// When the running operation began, in nanoseconds after `made`, plus one; 0 if none runs.
     entered: AtomicU64,
@@ -117,6 +119,7 @@ impl Communicator {
             panicked,
             unsettled: AtomicBool::new(false),
             stores,
+            depths: DepthChooser::default(),
             made: Instant::now(),
             entered: AtomicU64::new(0),
             operations: AtomicU64::new(0),

@@ -9,7 +9,8 @@ use mio::net::TcpStream;
 
 use super::send_queue::OutboundConnection;
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::{Sealer, TagCoverage};
+use crate::world::rendezvous::frame::Sealer;
+use crate::world::rendezvous::frame_tag::TagOptions;
 use crate::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 use crate::world::{fork, socket};
 
@@ -79,14 +80,14 @@ impl Dial {
     }
 
     /// Returns the connection, if the other side has proved that it knows the secret.
-    pub(super) fn finish(self, key: &JobKey, coverage: TagCoverage) -> Result<OutboundConnection> {
+    pub(super) fn finish(self, key: &JobKey, tags: TagOptions) -> Result<OutboundConnection> {
         let proof: &[u8; PROOF_BYTES] = self.bytes.as_slice().try_into().map_err(|_| not_a_peer())?;
         let DialStage::Proof(answer) = &self.stage else { return Err(not_a_peer()) };
         let keys = answer.verify(key, proof).ok_or_else(|| match *proof == REFUSAL {
             true => Error::new(ErrorKind::PermissionDenied, "it does not accept this job's secret"),
             false => not_a_peer(),
         })?;
-        Ok(OutboundConnection { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send, coverage) })
+        Ok(OutboundConnection { _guard: self.guard, stream: self.stream, sealer: Sealer::new(keys.send, tags) })
     }
 
     /// Reads until `bytes` bytes are there; returns whether they are.

@@ -10,7 +10,8 @@ use mio::net::TcpStream;
 use crate::error::Result;
 use crate::transport::ports::{DirectReceiveHandle, FRAME_BYTES, PREFIX_BYTES, Pool};
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, TagCoverage, Verifier};
+use crate::world::rendezvous::frame::{FrameError, HEAD_BYTES, HEADER_BYTES, Verifier};
+use crate::world::rendezvous::frame_tag::{FrameTag, TagOptions};
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, Challenge, REFUSAL};
 use crate::world::{fork, socket};
 
@@ -21,8 +22,8 @@ pub(super) const BUFFER_BYTES: usize = HEADER_BYTES + FRAME_BYTES;
 const FIRST_BYTES: usize = 4 << 10;
 /// Frames up to this length are copied out of the buffer, so that each does not occupy a buffer of full length.
 const SMALL_BYTES: usize = FIRST_BYTES;
-/// Payloads that are read in pieces are hashed in multiples of this size, while they are in the cache.
-const HASHED_BYTES: usize = 64 << 10;
+/// Payloads that are read in pieces are added to the tag in multiples of this size, while they are in the cache.
+const TAGGED_BYTES: usize = 64 << 10;
 /// Largest number of bytes to read from one connection before the others are served.
 const READ_BATCH: usize = 1 << 20;
 
@@ -75,7 +76,7 @@ pub(super) enum ReadOutcome {
 }
 
 enum InboundStage {
-    Unauthenticated { challenge: Challenge, answer: Vec<u8>, coverage: TagCoverage },
+    Unauthenticated { challenge: Challenge, answer: Vec<u8>, tags: TagOptions },
     Open(Reader),
 }
 
@@ -94,13 +95,13 @@ pub(super) struct InboundConnection {
 }
 
 impl InboundConnection {
-    /// Starts the handshake of an accepted connection, whose frames will have tags of `coverage`.
-    pub(super) fn new(mut stream: TcpStream, address: SocketAddr, coverage: TagCoverage) -> Result<Self> {
+    /// Starts the handshake of an accepted connection, whose frames will have `tags`.
+    pub(super) fn new(mut stream: TcpStream, address: SocketAddr, tags: TagOptions) -> Result<Self> {
         let challenge = Challenge::new()?;
         // The send buffer of a new connection has space for the greeting. If not, the other side waits in vain and
         // closes.
         let _ = stream.write(&challenge.greeting());
-        let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES), coverage };
+        let stage = InboundStage::Unauthenticated { challenge, answer: Vec::with_capacity(ANSWER_BYTES), tags };
         Ok(Self {
             _guard: fork::Guard::new(&stream),
             stream,
@@ -123,7 +124,7 @@ impl InboundConnection {
         take: &mut Take<'_>,
         begin_direct_receive: &mut BeginDirectReceive<'_>,
     ) -> Result<ReadOutcome, String> {
-        if let InboundStage::Unauthenticated { challenge, answer, coverage } = &mut self.stage {
+        if let InboundStage::Unauthenticated { challenge, answer, tags } = &mut self.stage {
             let mut piece = [0; ANSWER_BYTES];
             while answer.len() < ANSWER_BYTES {
                 match self.stream.read(&mut piece[..ANSWER_BYTES - answer.len()]) {
@@ -141,7 +142,7 @@ impl InboundConnection {
             };
             socket::configure(&self.stream, peer_timeout).map_err(|error| error.text())?;
             self.stream.write_all(&proof).map_err(|error| format!("was lost: {error}"))?;
-            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, *coverage, FRAME_BYTES)));
+            self.stage = InboundStage::Open(Reader::new(Verifier::new(keys.receive, *tags, FRAME_BYTES)));
         }
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
@@ -210,28 +211,25 @@ struct Reader {
 /// A frame whose body is read to its final place.
 struct DirectFrame {
     header: [u8; HEADER_BYTES],
-    head: [u8; HEAD_BYTES],
     receive: DirectReceiveHandle,
-    /// None if the tag does not cover the body.
-    hasher: Option<blake3::Hasher>,
-    /// Bytes of the body: all, those that were read, and those that were hashed.
+    tag: FrameTag,
+    /// Bytes of the body: all, those that were read, and those that were added to the tag.
     bytes: usize,
     filled: usize,
-    hashed: usize,
+    tagged: usize,
 }
 
 impl DirectFrame {
     fn read(&mut self, source: &mut impl Read) -> std::io::Result<usize> {
-        let Self { receive, hasher, bytes, filled, hashed, .. } = self;
+        let Self { receive, tag, bytes, filled, tagged, .. } = self;
         let mut outcome = Err(ErrorKind::WouldBlock.into());
         receive.fill(|memory| {
             outcome = source.read(&mut memory[*filled..]);
             *filled += outcome.as_ref().map_or(0, |count| *count);
-            let Some(hasher) = hasher else { return };
-            let until = if *filled == *bytes { *bytes } else { *filled / HASHED_BYTES * HASHED_BYTES };
-            if until > *hashed {
-                hasher.update(&memory[*hashed..until]);
-                *hashed = until;
+            let until = if *filled == *bytes { *bytes } else { *filled / TAGGED_BYTES * TAGGED_BYTES };
+            if until > *tagged {
+                tag.update(&memory[*tagged..until]);
+                *tagged = until;
             }
         });
         outcome
@@ -266,8 +264,8 @@ impl Reader {
         self.sought = true;
         let bytes = whole - BODY;
         let Some(receive) = find(head, bytes) else { return };
-        let (header, head, hasher) = (*header, *head, self.verifier.coverage().hasher());
-        let mut direct = DirectFrame { header, head, receive, hasher, bytes, filled: 0, hashed: 0 };
+        let tag = self.verifier.begin_tag(header, head);
+        let mut direct = DirectFrame { header: *header, receive, tag, bytes, filled: 0, tagged: 0 };
         // An incomplete frame is shorter than its memory, and reading from memory does not fail.
         let _ = direct.read(&mut begun);
         self.direct = Some(Box::new(direct));
@@ -292,8 +290,9 @@ impl Reader {
 
     fn next(&mut self) -> Result<Option<TcpFrame>, FrameError> {
         if let Some(direct) = self.direct.take_if(|direct| direct.filled == direct.bytes) {
-            self.verifier.verify_hashed(&direct.header, &direct.head, direct.hasher.map(|hasher| hasher.finalize()))?;
-            direct.receive.complete();
+            let DirectFrame { header, receive, tag, .. } = *direct;
+            self.verifier.verify_tag(&header, tag)?;
+            receive.complete();
             self.frames += 1;
         }
         let bytes = &self.buffer[self.start..self.filled];
@@ -301,7 +300,7 @@ impl Reader {
             self.expected = self.verifier.announced(bytes)?.map(|payload| HEADER_BYTES + payload);
         }
         let Some(whole) = self.expected.filter(|whole| bytes.len() >= *whole) else { return Ok(None) };
-        let (header, payload) = bytes[..whole].split_at(HEADER_BYTES);
+        let Some((header, payload)) = bytes[..whole].split_first_chunk() else { return Ok(None) };
         self.verifier.verify(header, payload)?;
         self.frames += 1;
         (self.expected, self.sought) = (None, false);
@@ -330,7 +329,7 @@ mod tests {
 
     /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated.
     fn read(bytes: &[u8], pieces: &[usize]) -> Result<Vec<Vec<u8>>, FrameError> {
-        let verifier = Verifier::new([7; 32], TagCoverage::WholeFrame, FRAME_BYTES);
+        let verifier = Verifier::new([7; 32], TagOptions::CONTROL, FRAME_BYTES);
         let (mut reader, spare) = (Reader::new(verifier), Pool::new(BUFFER_BYTES));
         let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());
         while !rest.is_empty() {
@@ -360,7 +359,7 @@ mod tests {
         fn frames_come_out_as_they_went_in(
             lengths in prop::collection::vec(length(), 0..8), pieces in prop::collection::vec(1usize..9000, 1..4),
         ) {
-            let mut sealer = Sealer::new([7; 32], TagCoverage::WholeFrame);
+            let mut sealer = Sealer::new([7; 32], TagOptions::CONTROL);
             let payloads: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(at, bytes)| vec![at as u8; *bytes]).collect();
             let mut bytes = Vec::new();
             payloads.iter().for_each(|payload| sealer.seal(payload, &mut bytes));

@@ -41,7 +41,7 @@ use serde::{Deserialize, Serialize};
 use super::ports::{Carrier, PREFIX_BYTES, PortKey, Ports};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::JobKey;
-use crate::world::rendezvous::frame::TagCoverage;
+use crate::world::rendezvous::frame_tag::TagOptions;
 use crate::world::{Monitor, fork};
 
 mod dial;
@@ -109,8 +109,8 @@ pub(crate) struct TcpOptions {
     /// The address of each rank's process.
     pub(crate) book: Vec<SocketAddr>,
     pub(crate) monitor: Arc<Monitor>,
-    /// The bytes of frames that are authenticated; equal on all ranks.
-    pub(crate) coverage: TagCoverage,
+    /// How frames are authenticated; equal on all ranks.
+    pub(crate) tags: TagOptions,
     /// A host that is silent for this long counts as lost. The report of a departure may also take this long.
     pub(crate) peer_timeout: Duration,
 }

@@ -257,7 +257,7 @@ impl Service {
             Ok(false) => {}
             Ok(true) => {
                 let Some(TcpConnection::Dial(dial)) = self.connections.remove(&token) else { return };
-                match dial.finish(&self.key, self.options.coverage) {
+                match dial.finish(&self.key, self.options.tags) {
                     Ok(line) => self.open(token, rank, line, shared),
                     Err(error) => self.dial_failed(rank, since, error.to_string(), shared),
                 }
@@ -351,7 +351,7 @@ impl Service {
                 return;
             }
             match self.listener.accept() {
-                Ok((stream, address)) => match InboundConnection::new(stream, address, self.options.coverage) {
+                Ok((stream, address)) => match InboundConnection::new(stream, address, self.options.tags) {
                     Ok(inbound) => {
                         let came = inbound.came;
                         if let Some(token) = self.register(TcpConnection::Inbound(inbound)) {

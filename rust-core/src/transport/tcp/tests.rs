@@ -9,7 +9,8 @@ use crate::transport::Members;
 use crate::transport::mailbox::Header;
 use crate::transport::ports::{FRAME_BYTES, PAYLOAD_BYTES, Port, Receiver};
 use crate::world::Departure;
-use crate::world::rendezvous::frame::{Sealer, TagCoverage};
+use crate::world::rendezvous::frame::Sealer;
+use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage, TagOptions};
 use crate::world::rendezvous::handshake::{ANSWER_BYTES, ChallengeResponse, GREETING_BYTES, PROOF_BYTES, REFUSAL};
 
 const SECRET: &[u8] = b"secret";
@@ -27,18 +28,17 @@ struct Endpoint {
 }
 
 fn ends(keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
-    ends_with_tags_of(TagCoverage::WholeFrame, keys, peer_timeout)
+    ends_with_tags(TagOptions::CONTROL, keys, peer_timeout)
 }
 
-fn ends_with_tags_of(coverage: TagCoverage, keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
+fn ends_with_tags(tags: TagOptions, keys: &[&[u8]], peer_timeout: Duration) -> Vec<Endpoint> {
     let localhost = IpAddr::from(Ipv4Addr::LOCALHOST);
     let listeners: Vec<_> = keys.iter().map(|_| listen(localhost, None).expect("there are ports")).collect();
     let book: Vec<SocketAddr> = listeners.iter().map(|(_, address)| address.address_for(localhost)).collect();
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, TcpAddress), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
-        let options =
-            TcpOptions { rank, session: SESSION, key, book, monitor: monitor.clone(), coverage, peer_timeout };
+        let options = TcpOptions { rank, session: SESSION, key, book, monitor: monitor.clone(), tags, peer_timeout };
         Endpoint { network: Network::start(listener, options).expect("it starts"), monitor, address }
     };
     listeners.into_iter().zip(keys).enumerate().map(start).collect()
@@ -100,13 +100,15 @@ fn is_served(ends: &[Endpoint]) {
 
 #[test]
 fn frames_of_every_size_arrive_in_order_and_the_last_ones_outlive_the_sender() {
-    for coverage in [TagCoverage::WholeFrame, TagCoverage::HeadOnly] {
-        frames_of_every_size_arrive(coverage);
+    for algorithm in [MacAlgorithm::Blake3, MacAlgorithm::Aegis] {
+        for coverage in [TagCoverage::WholeFrame, TagCoverage::HeadOnly] {
+            frames_of_every_size_arrive(TagOptions { algorithm, coverage });
+        }
     }
 }
 
-fn frames_of_every_size_arrive(coverage: TagCoverage) {
-    let ends = ends_with_tags_of(coverage, &[SECRET; 2], LONG);
+fn frames_of_every_size_arrive(tags: TagOptions) {
+    let ends = ends_with_tags(tags, &[SECRET; 2], LONG);
     let (a, b) = (ends[0].port(0, 2), ends[1].port(1, 2));
     let sizes = [0, 1, 4_000, PAYLOAD_BYTES, 5_000, 3_900, PAYLOAD_BYTES - 1, 100_000];
     let payload = |number: usize| vec![number as u8; sizes[number % sizes.len()]];
@@ -200,8 +202,7 @@ fn call(end: &Endpoint, words: Option<Hello>) -> (TcpStream, Sealer) {
     stream.write_all(&answer.bytes(&key)).unwrap();
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof).unwrap();
-    let mut sealer =
-        Sealer::new(answer.verify(&key, &proof).expect("it knows the secret").send, TagCoverage::WholeFrame);
+    let mut sealer = Sealer::new(answer.verify(&key, &proof).expect("it knows the secret").send, TagOptions::CONTROL);
     if let Some(words) = words {
         let mut frame = Vec::new();
         sealer.seal(&encode_hello(words), &mut frame);

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::frame::{Opener, Sealer, TagCoverage};
+use super::frame::{Opener, Sealer};
+use super::frame_tag::TagOptions;
 use super::handshake::{ChallengeResponse, GREETING_BYTES, JobKey, PROOF_BYTES, REFUSAL, SessionKeys};
 use super::message::{
     self, HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, ToClient, ToServer, Welcome, shorten,
@@ -208,7 +209,7 @@ impl Client {
             monitor,
             writer: Mutex::new(Writer {
                 stream,
-                sealer: Sealer::new(keys.send, TagCoverage::WholeFrame),
+                sealer: Sealer::new(keys.send, TagOptions::CONTROL),
                 buffer: Vec::new(),
             }),
             state: Mutex::default(),

@@ -1,14 +1,13 @@
 //! Frames on an authenticated connection: `length u32, sequence u64, tag [u8; 32], payload`; integers little-endian
 //! (RDV-2).
 //!
-//! The tag is keyed BLAKE3 over length, sequence, the payload's first [`HEAD_BYTES`] bytes, and the BLAKE3 hash of the
-//! bytes behind them, if there are any. A body that is hashed alone may lie elsewhere than the head, and its blocks
-//! begin with it. BLAKE3 picks the widest vectors that the processor has; with AVX-512 it is 4 to 5 times
-//! as fast as HMAC-SHA256 with the processor's own instructions for that. On a network that the operator trusts, bodies
-//! may stay out of the tag ([`TagCoverage::HeadOnly`]).
+//! The tag authenticates length, sequence, the payload's first [`HEAD_BYTES`] bytes, which are its head, and the bytes
+//! behind them, its body ([`super::frame_tag`]). On a network that the operator trusts, bodies may stay out of the tag
+//! ([`TagCoverage::HeadOnly`](super::frame_tag::TagCoverage)).
 
-use blake3::{Hash, Hasher};
-use serde::{Deserialize, Serialize};
+use blake3::Hash;
+
+use super::frame_tag::{FrameTag, TAG_BYTES, TagKey, TagOptions};
 
 /// Largest payload. A frame with a larger length is rejected before its payload is read.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -16,46 +15,13 @@ pub const MAX_PAYLOAD: usize = 1 << 20;
 const LENGTH_BYTES: usize = 4;
 const SEQUENCE_END: usize = LENGTH_BYTES + 8;
 /// Bytes of the header before the payload.
-pub const HEADER_BYTES: usize = SEQUENCE_END + 32;
+pub const HEADER_BYTES: usize = SEQUENCE_END + TAG_BYTES;
 /// Bytes of a payload's head; the rest is its body.
 pub const HEAD_BYTES: usize = 64;
-
-/// The bytes of a frame that its tag authenticates. Both ends of a connection must have the same; otherwise the first
-/// frame with a body is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum TagCoverage {
-    /// All of them.
-    WholeFrame,
-    /// Length, sequence and the payload's head. Only a holder of the key can send a frame, but an attacker on the
-    /// network can change a body unnoticed.
-    HeadOnly,
-}
-
-impl TagCoverage {
-    /// The hash of a body that the tag covers; none of an empty one.
-    fn body_hash(self, body: &[u8]) -> Option<Hash> {
-        (self == Self::WholeFrame && !body.is_empty()).then(|| blake3::hash(body))
-    }
-
-    /// The hasher of a body that arrives in pieces, if the tag covers it.
-    pub fn hasher(self) -> Option<Hasher> {
-        (self == Self::WholeFrame).then(Hasher::new)
-    }
-}
 
 /// Splits a payload into head and body.
 fn split(payload: &[u8]) -> (&[u8], &[u8]) {
     payload.split_at(payload.len().min(HEAD_BYTES))
-}
-
-/// The tag of the frame that begins with `start`: length and sequence.
-fn tag(key: &[u8; 32], start: &[u8], head: &[u8], body: Option<Hash>) -> Hash {
-    let mut hasher = blake3::Hasher::new_keyed(key);
-    hasher.update(start).update(head);
-    if let Some(body) = body {
-        hasher.update(body.as_bytes());
-    }
-    hasher.finalize()
 }
 
 /// Errors of a stream of frames, after which the connection must be closed.
@@ -87,15 +53,15 @@ pub enum FrameError {
 
 /// Writes frames of one direction.
 pub struct Sealer {
-    key: [u8; 32],
-    coverage: TagCoverage,
+    key: TagKey,
+    tags: TagOptions,
     sequence: u64,
 }
 
 impl Sealer {
     /// Starts at frame 0.
-    pub fn new(key: [u8; 32], coverage: TagCoverage) -> Self {
-        Self { key, coverage, sequence: 0 }
+    pub fn new(key: [u8; 32], tags: TagOptions) -> Self {
+        Self { key: TagKey::new(&key, tags.algorithm), tags, sequence: 0 }
     }
 
     /// Appends the next frame, with `payload`, to `out`.
@@ -121,8 +87,9 @@ impl Sealer {
         let mut header = [0; HEADER_BYTES];
         header[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_le_bytes());
         header[LENGTH_BYTES..SEQUENCE_END].copy_from_slice(&self.sequence.to_le_bytes());
-        let tag = tag(&self.key, &header[..SEQUENCE_END], head, self.coverage.body_hash(body));
-        header[SEQUENCE_END..].copy_from_slice(tag.as_bytes());
+        let mut tag = self.key.begin(self.tags.coverage, &header[..SEQUENCE_END], self.sequence, head);
+        tag.update(body);
+        header[SEQUENCE_END..].copy_from_slice(tag.finish().as_bytes());
         self.sequence += 1;
         header
     }
@@ -130,21 +97,21 @@ impl Sealer {
 
 /// Verifies the frames of one direction, whose bytes may be anywhere.
 pub struct Verifier {
-    key: [u8; 32],
-    coverage: TagCoverage,
+    key: TagKey,
+    tags: TagOptions,
     sequence: u64,
     limit: usize,
 }
 
 impl Verifier {
     /// Starts at frame 0. No payload may be longer than `limit`.
-    pub fn new(key: [u8; 32], coverage: TagCoverage, limit: usize) -> Self {
-        Self { key, coverage, sequence: 0, limit }
+    pub fn new(key: [u8; 32], tags: TagOptions, limit: usize) -> Self {
+        Self { key: TagKey::new(&key, tags.algorithm), tags, sequence: 0, limit }
     }
 
-    /// The bytes that the tags of its frames cover.
-    pub fn coverage(&self) -> TagCoverage {
-        self.coverage
+    /// Begins the tag of the next frame, for a body that arrives in pieces.
+    pub fn begin_tag(&self, header: &[u8; HEADER_BYTES], head: &[u8]) -> FrameTag {
+        self.key.begin(self.tags.coverage, &header[..SEQUENCE_END], self.sequence, head)
     }
 
     /// Returns the length of the next frame's payload, given the frame's first bytes; `None` if there are too few
@@ -170,19 +137,22 @@ impl Verifier {
     ///
     /// # Errors
     /// [`FrameError::NotAuthentic`]; the connection must be closed then.
-    pub fn verify(&mut self, header: &[u8], payload: &[u8]) -> Result<(), FrameError> {
+    pub fn verify(&mut self, header: &[u8; HEADER_BYTES], payload: &[u8]) -> Result<(), FrameError> {
         let (head, body) = split(payload);
-        self.verify_hashed(header, head, self.coverage.body_hash(body))
+        let mut tag = self.begin_tag(header, head);
+        tag.update(body);
+        self.verify_tag(header, tag)
     }
 
-    /// As [`Verifier::verify`], for a body whose hash is known: that of [`TagCoverage::hasher`].
+    /// As [`Verifier::verify`], with the complete tag that [`Verifier::begin_tag`] began.
     ///
     /// # Errors
     /// As there.
-    pub fn verify_hashed(&mut self, header: &[u8], head: &[u8], body: Option<Hash>) -> Result<(), FrameError> {
-        let stated: Option<[u8; 32]> = header[SEQUENCE_END..].try_into().ok();
+    pub fn verify_tag(&mut self, header: &[u8; HEADER_BYTES], tag: FrameTag) -> Result<(), FrameError> {
+        let mut stated = [0; TAG_BYTES];
+        stated.copy_from_slice(&header[SEQUENCE_END..]);
         // Hashes are compared in constant time.
-        if stated.map(Hash::from_bytes) != Some(tag(&self.key, &header[..SEQUENCE_END], head, body)) {
+        if Hash::from_bytes(stated) != tag.finish() {
             return Err(FrameError::NotAuthentic { sequence: self.sequence });
         }
         self.sequence += 1;
@@ -201,7 +171,7 @@ pub struct Opener {
 impl Opener {
     /// Starts at frame 0.
     pub fn new(key: [u8; 32]) -> Self {
-        Self { verifier: Verifier::new(key, TagCoverage::WholeFrame, MAX_PAYLOAD), buffer: Vec::new(), used: 0 }
+        Self { verifier: Verifier::new(key, TagOptions::CONTROL, MAX_PAYLOAD), buffer: Vec::new(), used: 0 }
     }
 
     /// Adds bytes of the connection. Call [`Opener::next`] until it returns `None` before adding more, so that at
@@ -223,7 +193,7 @@ impl Opener {
         if bytes.len() < HEADER_BYTES + announced {
             return Ok(None);
         }
-        let (header, rest) = bytes.split_at(HEADER_BYTES);
+        let Some((header, rest)) = bytes.split_first_chunk() else { return Ok(None) };
         let payload = &rest[..announced];
         self.verifier.verify(header, payload)?;
         self.used += HEADER_BYTES + announced;
@@ -234,12 +204,13 @@ impl Opener {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage};
     use proptest::prelude::*;
 
     const KEY: [u8; 32] = [7; 32];
 
     fn sealed(payloads: &[Vec<u8>]) -> Vec<u8> {
-        let mut sealer = Sealer::new(KEY, TagCoverage::WholeFrame);
+        let mut sealer = Sealer::new(KEY, TagOptions::CONTROL);
         let mut bytes = Vec::new();
         for payload in payloads {
             sealer.seal(payload, &mut bytes);
@@ -309,35 +280,45 @@ mod tests {
     #[test]
     fn bytes_cannot_move_between_head_and_body_or_to_another_direction() {
         let (head, body) = ([1; HEAD_BYTES], [2; 40]);
-        let coverage = TagCoverage::WholeFrame;
-        let header = Sealer::new(KEY, coverage).header(&head, &body);
-        let mut verifier = Verifier::new(KEY, coverage, MAX_PAYLOAD);
-        // The hash of a body in its place.
-        let mut short = header;
-        short[..LENGTH_BYTES].copy_from_slice(&((HEAD_BYTES + 32) as u32).to_le_bytes());
-        assert!(verifier.verify(&short, &[head.as_slice(), blake3::hash(&body).as_bytes()].concat()).is_err());
-        assert!(
-            Verifier::new([8; 32], coverage, MAX_PAYLOAD).verify(&header, &[head.as_slice(), &body].concat()).is_err()
-        );
-        assert_eq!(verifier.verify(&header, &[head.as_slice(), &body].concat()), Ok(()));
+        for algorithm in [MacAlgorithm::Blake3, MacAlgorithm::Aegis] {
+            let tags = TagOptions { algorithm, coverage: TagCoverage::WholeFrame };
+            let header = Sealer::new(KEY, tags).header(&head, &body);
+            let mut verifier = Verifier::new(KEY, tags, MAX_PAYLOAD);
+            // The hash of a body in its place.
+            let mut short = header;
+            short[..LENGTH_BYTES].copy_from_slice(&((HEAD_BYTES + 32) as u32).to_le_bytes());
+            let whole = [head.as_slice(), &body].concat();
+            assert!(verifier.verify(&short, &[head.as_slice(), blake3::hash(&body).as_bytes()].concat()).is_err());
+            assert_eq!(verifier.verify(&header, &whole), Ok(()));
+            assert!(Verifier::new([8; 32], tags, MAX_PAYLOAD).verify(&header, &whole).is_err());
+            let other = match algorithm {
+                MacAlgorithm::Blake3 => MacAlgorithm::Aegis,
+                MacAlgorithm::Aegis => MacAlgorithm::Blake3,
+            };
+            let other = TagOptions { algorithm: other, ..tags };
+            assert!(Verifier::new(KEY, other, MAX_PAYLOAD).verify(&header, &whole).is_err());
+        }
     }
 
     #[test]
     fn a_tag_of_the_head_leaves_the_body_out_and_nothing_else() {
         let (head, body) = ([1; HEAD_BYTES], [2; 40]);
-        let header = Sealer::new(KEY, TagCoverage::HeadOnly).header(&head, &body);
-        let verify = |key, coverage, header: &[u8], head: [u8; HEAD_BYTES], body: &[u8]| {
-            Verifier::new(key, coverage, MAX_PAYLOAD).verify(header, &[head.as_slice(), body].concat())
-        };
-        assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, head, &body), Ok(()));
-        assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, head, &[3; 40]), Ok(()));
-        let refused = Err(FrameError::NotAuthentic { sequence: 0 });
-        assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, [3; HEAD_BYTES], &body), refused);
-        assert_eq!(verify([8; 32], TagCoverage::HeadOnly, &header, head, &body), refused);
-        assert_eq!(verify(KEY, TagCoverage::WholeFrame, &header, head, &body), refused);
-        let mut later = header;
-        later[LENGTH_BYTES] += 1;
-        assert_eq!(verify(KEY, TagCoverage::HeadOnly, &later, head, &body), refused);
+        for algorithm in [MacAlgorithm::Blake3, MacAlgorithm::Aegis] {
+            let tags = |coverage| TagOptions { algorithm, coverage };
+            let header = Sealer::new(KEY, tags(TagCoverage::HeadOnly)).header(&head, &body);
+            let verify = |key, coverage, header: &[u8; HEADER_BYTES], head: [u8; HEAD_BYTES], body: &[u8]| {
+                Verifier::new(key, tags(coverage), MAX_PAYLOAD).verify(header, &[head.as_slice(), body].concat())
+            };
+            assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, head, &body), Ok(()));
+            assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, head, &[3; 40]), Ok(()));
+            let refused = Err(FrameError::NotAuthentic { sequence: 0 });
+            assert_eq!(verify(KEY, TagCoverage::HeadOnly, &header, [3; HEAD_BYTES], &body), refused);
+            assert_eq!(verify([8; 32], TagCoverage::HeadOnly, &header, head, &body), refused);
+            assert_eq!(verify(KEY, TagCoverage::WholeFrame, &header, head, &body), refused);
+            let mut later = header;
+            later[LENGTH_BYTES] += 1;
+            assert_eq!(verify(KEY, TagCoverage::HeadOnly, &later, head, &body), refused);
+        }
     }
 
     #[test]

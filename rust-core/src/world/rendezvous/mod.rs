@@ -25,6 +25,7 @@
 
 pub mod client;
 pub mod frame;
+pub mod frame_tag;
 pub mod handshake;
 pub mod job;
 pub mod message;

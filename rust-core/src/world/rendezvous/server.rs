@@ -13,7 +13,8 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::frame::{MAX_PAYLOAD, Opener, Sealer, TagCoverage};
+use super::frame::{MAX_PAYLOAD, Opener, Sealer};
+use super::frame_tag::TagOptions;
 use super::handshake::{ANSWER_BYTES, Challenge, JobKey, REFUSAL};
 use super::job::{Disposition, Job, JobEvent};
 use super::message::{self, HostsUpdated, ToServer};
@@ -578,7 +579,7 @@ fn take(
         socket::configure(&connection.stream, options.peer_timeout).map_err(|error| error.report())?;
         connection.out.extend_from_slice(&proof);
         connection.stage = ConnectionStage::Open {
-            sealer: Sealer::new(keys.send, TagCoverage::WholeFrame),
+            sealer: Sealer::new(keys.send, TagOptions::CONTROL),
             opener: Opener::new(keys.receive),
         };
         bytes = rest;

@@ -59,6 +59,7 @@ class Comparison:
 
     @property
     def digest(self) -> int:
+        """A checksum of the lines."""
         return zlib.crc32("\n".join(self.lines).encode())
 
 

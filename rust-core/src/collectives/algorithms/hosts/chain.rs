@@ -18,14 +18,16 @@
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
 //! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known.
 //!   It sends the values from their own memory, if they are a carry already, and receives the result in its output.
-//! - CHN-5: an owner that begins the chain of a piece has at most [`DEPTH`] pieces under way whose results it awaits.
-//!   The other owners have posted as many receives, so frames go to the memory of their receives.
+//! - CHN-5: an owner that begins the chain of a piece has at most `depth` pieces under way whose results it awaits, a
+//!   number that it chooses by measurement ([`crate::collectives::depth`]). The other owners have posted [`MAX_DEPTH`] receives, so
+//!   frames go to the memory of their receives.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Group;
+use crate::collectives::depth::{DepthTimer, MAX_DEPTH};
 use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
@@ -34,9 +36,6 @@ use crate::transport::{Message, MessagePause, POLL_INTERVAL, Tag};
 
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
-/// Number of posted receives in each stream, and of carries in flight.
-const DEPTH: usize = 6;
-
 const TAG_CARRY: Tag = 5 << 40;
 const TAG_RESULT: Tag = 6 << 40;
 
@@ -127,6 +126,8 @@ pub(super) struct ChannelOwner<'a> {
     sends: Vec<PieceSend>,
     /// Memory of carries, for reuse.
     spare: Vec<Vec<u128>>,
+    /// The number of pieces under way (CHN-5).
+    depth: DepthTimer<'a>,
 }
 
 impl Drop for ChannelOwner<'_> {
@@ -176,7 +177,11 @@ impl<'a> ChannelOwner<'a> {
             }
         }
         streams.retain(|stream| !stream.pieces.is_empty());
-        Some(Self { chain, group, hosts, channel, released: 0, streams, sends: Vec::new(), spare: Vec::new() })
+        let begins = streams.iter().any(|stream| stream.from.is_none());
+        let results = streams.iter().filter(|stream| matches!(stream.kind, ChainKind::Result));
+        let awaited = if begins { results.map(|stream| stream.pieces.len()).sum() } else { 0 };
+        let depth = group.depths.begin(awaited);
+        Some(Self { chain, group, hosts, channel, released: 0, streams, sends: Vec::new(), spare: Vec::new(), depth })
     }
 
     /// Releases the pieces below `released`, and works until those below `until` are complete.
@@ -217,7 +222,7 @@ impl<'a> ChannelOwner<'a> {
         let chain = self.chain;
         for stream in &mut self.streams {
             let Some(from) = stream.from else { continue };
-            while stream.posted < stream.pieces.len().min(stream.done + DEPTH) {
+            while stream.posted < stream.pieces.len().min(stream.done + MAX_DEPTH) {
                 let number = stream.pieces[stream.posted];
                 let piece = &chain.pieces[number];
                 let (mut memory, place, bytes);
@@ -247,7 +252,8 @@ impl<'a> ChannelOwner<'a> {
     fn is_behind(&self, piece: usize) -> bool {
         let results = self.streams.iter().filter(|stream| matches!(stream.kind, ChainKind::Result));
         let awaited = results.map(|stream| stream.pieces.partition_point(|other| *other < piece) - stream.done);
-        self.sends.len() >= DEPTH || awaited.sum::<usize>() >= DEPTH
+        let depth = self.depth.pieces();
+        self.sends.len() >= depth || awaited.sum::<usize>() >= depth
     }
 
     /// Makes progress without waiting; returns whether there was any.
@@ -273,7 +279,10 @@ impl<'a> ChannelOwner<'a> {
                 moved = true;
                 match kind {
                     ChainKind::Carry { span } => self.fold(span, piece, carry),
-                    ChainKind::Result => self.pass_on(piece),
+                    ChainKind::Result => {
+                        self.depth.note_result();
+                        self.pass_on(piece);
+                    }
                 }
             }
         }
