@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5, help="repeats per round")
+    parser.add_argument("--repeats", type=int, default=20, help="repeats per round; the first ones contain trials")
     parser.add_argument("--without", nargs="+", default=[], choices=["mpi", "gloo", "trusted", "sockets"])
     arguments = parser.parse_args()
     if reason := support_hosts.missing_network():

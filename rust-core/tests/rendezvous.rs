@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use smd_core::error::Code;
 use smd_core::world::rendezvous::client::{Client, ClientOptions, RendezvousLocation};
-use smd_core::world::rendezvous::frame::{MAX_PAYLOAD, Sealer, TagCoverage};
+use smd_core::world::rendezvous::frame::{MAX_PAYLOAD, Sealer};
+use smd_core::world::rendezvous::frame_tag::TagOptions;
 use smd_core::world::rendezvous::handshake::{ChallengeResponse, GREETING_BYTES, PROOF_BYTES};
 use smd_core::world::rendezvous::message::{Join, Welcome};
 use smd_core::world::rendezvous::{JobKey, Server, server};
@@ -92,7 +93,7 @@ fn shake_hands(address: SocketAddr) -> (TcpStream, Sealer) {
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof).unwrap();
     let keys = answer.verify(&key, &proof).unwrap();
-    (stream, Sealer::new(keys.send, TagCoverage::WholeFrame))
+    (stream, Sealer::new(keys.send, TagOptions::CONTROL))
 }
 
 /// Whether the other side has hung up.

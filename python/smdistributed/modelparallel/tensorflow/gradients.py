@@ -83,8 +83,10 @@ def over_replicas(sums: Sequence[Any], variables: Sequence[Any], compared: tf.Op
         compared: The operation after which all replicas are known to have these gradients; see
         :func:`between_replicas`.
     """
+    group = state.groups.dp_group
+    assert group is not None, "one replica has nothing to reduce"
     with tf.control_dependencies([] if compared is None else [compared]):
-        return reduce_gradients(sums, variables, group=state.groups.dp_group)
+        return reduce_gradients(sums, variables, group=group)
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
