@@ -196,27 +196,19 @@ impl Session {
             );
         }
         let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
-        let tags = || TagOptions { algorithm: self.agree_on_algorithm(&algorithms, coverage), coverage };
-        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, tags: tags() });
-        client.remove_prefix(PREFIX)?;
-        client.set(CHOICE, &encode(&choice)?)?;
-        Ok(choice)
-    }
-
-    /// Returns the algorithm for all connections, given the faster one of each rank: AEGIS if it is faster everywhere.
-    /// Where it is slower, it is much slower.
-    fn agree_on_algorithm(&self, fastest: &[MacAlgorithm], coverage: TagCoverage) -> MacAlgorithm {
-        let Some(rank) = fastest.iter().position(|each| *each == MacAlgorithm::Blake3) else {
-            return MacAlgorithm::Aegis;
-        };
-        if coverage == TagCoverage::WholeFrame && fastest.contains(&MacAlgorithm::Aegis) {
+        let (algorithm, slower) = MacAlgorithm::common(&algorithms);
+        if let (Some(rank), TagCoverage::WholeFrame, Some(_)) = (slower, coverage, &why) {
             tracing::warn!(
                 "TCP frames between the hosts are authenticated by BLAKE3, which is slower than AEGIS on some of them, \
                  because AEGIS is slower on rank {rank} on host {}: its processor may have no AES instructions",
                 self.hosts[self.places[rank].host as usize]
             );
         }
-        MacAlgorithm::Blake3
+        let tags = TagOptions { algorithm, coverage };
+        let choice = why.map_or(TransportChoice::Mpi, |why| TransportChoice::Tcp { why, book, tags });
+        client.remove_prefix(PREFIX)?;
+        client.set(CHOICE, &encode(&choice)?)?;
+        Ok(choice)
     }
 
     /// Creates the transport of a group on several hosts.

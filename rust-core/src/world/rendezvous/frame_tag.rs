@@ -72,6 +72,18 @@ impl MacAlgorithm {
     }
 }
 
+impl MacAlgorithm {
+    /// Returns the algorithm for connections among ranks, given the faster one of each: AEGIS if it is faster
+    /// everywhere, because where it is slower, it is much slower. Also returns the first rank because of which others
+    /// do not get theirs.
+    pub fn common(fastest: &[Self]) -> (Self, Option<usize>) {
+        match fastest.iter().position(|each| *each == Self::Blake3) {
+            None => (Self::Aegis, None),
+            Some(rank) => (Self::Blake3, fastest.contains(&Self::Aegis).then_some(rank)),
+        }
+    }
+}
+
 /// The key of one direction of a connection.
 pub(super) enum TagKey {
     Blake3([u8; 32]),
@@ -213,6 +225,14 @@ mod tests {
                 assert_ne!(one, other, "{algorithm:?}");
             }
         }
+    }
+
+    #[test]
+    fn ranks_use_the_algorithm_that_is_much_slower_on_none() {
+        use MacAlgorithm::{Aegis, Blake3};
+        assert_eq!(MacAlgorithm::common(&[Aegis, Aegis]), (Aegis, None));
+        assert_eq!(MacAlgorithm::common(&[Blake3, Blake3]), (Blake3, None));
+        assert_eq!(MacAlgorithm::common(&[Aegis, Blake3, Aegis, Blake3]), (Blake3, Some(1)));
     }
 
     #[test]
