@@ -65,7 +65,8 @@ def main() -> None:
             starts = by_hand.starts(size, [str(HERE / "gloo.py"), *cases])
             candidates["gloo"] = lambda: run([(command, own | interface) for command, own in starts], "gloo")
         if "sockets" not in arguments.without:
-            plain = by_hand.starts(size, [str(HERE / "sockets.py"), str(arguments.hosts), *cases])
+            sockets = [str(HERE / "sockets.py"), str(arguments.hosts), support_hosts.address(0)]
+            plain = by_hand.starts(size, [*sockets, *cases])
             candidates["sockets"] = lambda: run(
                 [(command, own | {"GLOO_SOCKET_IFNAME": "eth0"}) for command, own in plain], "plain sockets"
             )

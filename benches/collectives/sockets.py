@@ -1,8 +1,11 @@
 """One rank of the comparison between hosts: the bytes of an all-reduce that cross the link, through plain sockets.
 
-Nothing is reduced, framed or authenticated: a lower bound of an all-reduce by blocking calls of one thread. Each process
-exchanges with the process of its position on the next host, in both halves (reduce-scatter and all-gather), what one of
-`n` processes of each of `h` hosts has to: `(h - 1) / h / n` of the tensor.
+    sockets.py HOSTS ADDRESS CASE...
+
+`ADDRESS` is any address of the network between the hosts. Nothing is reduced, framed or authenticated. One thread sends
+and receives without blocking, and limits no bytes in flight, so an all-reduce that limits them can be faster. Each
+process exchanges with the process of its position on the next host, in both halves (reduce-scatter and all-gather),
+what one of `n` processes of each of `h` hosts has to: `(h - 1) / h / n` of the tensor.
 """
 
 import select
@@ -14,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 
-def connect(per_host: int) -> tuple[socket.socket, socket.socket]:
+def connect(per_host: int, network: str) -> tuple[socket.socket, socket.socket]:
     """Returns the connection to this process's neighbour on the next host, and the one from the previous host."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Nothing is sent; this finds the address that other hosts see.
-        probe.connect(("10.213.7.1", 9))
+        probe.connect((network, 9))
         own = probe.getsockname()[0]
     with socket.create_server((own, 0)) as server:
         addresses: list = [None] * size
@@ -56,8 +59,8 @@ def main() -> None:
     hosts = int(sys.argv[1])
     dist.init_process_group("gloo")
     per_host = dist.get_world_size() // hosts
-    onward, inward = connect(per_host)
-    for argument in sys.argv[2:]:
+    onward, inward = connect(per_host, sys.argv[2])
+    for argument in sys.argv[3:]:
         _, bytes_, repeats, calls = argument.split(":")
         length = int(bytes_) * (hosts - 1) // hosts // per_host
         data, received = (memoryview(bytearray(length)) for _ in range(2))

@@ -1,64 +1,80 @@
-//! Chooses by measurement how many pieces of a reduction the host that begins the chain has under way.
+//! Chooses by measurement how many pieces of a reduction are in flight from the host that begins the chain.
 //!
 //! Note "depth". A link with a long delay needs many pieces in flight to be busy. Where hosts share processors, as
 //! containers and virtual machines of one machine do, a piece that waits in a socket leaves the cache before its
 //! receiver copies it, and few pieces can be twice as fast. The system reports neither case.
 //!
-//! So some reductions are trials: they run with another depth. The owner of a channel that begins the chain times each
-//! reduction, from the comparison of the members' calls on, and compares medians. The whole reduction is measured: while
-//! a deep chain is filled, results come late, and then faster than the link carries them.
+//! So some reductions are trials, with another depth. The owner of a channel that begins the chain times each reduction,
+//! from the comparison of the members' calls on, and compares the medians of reductions of equal size. It times whole
+//! reductions: the first results of a deep chain come late, and the next ones follow faster than the link can carry.
 //!
 //! - DEPTH-1: the depth changes when pieces are sent, and neither their order nor a value. Each owner may have its own.
+//! - DEPTH-2: trials are at random, because the reductions of a training step repeat in a cycle.
 
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
-/// The depths; the first one is chosen before any measurement.
+/// The depths; the first one is used before any measurement.
 const DEPTHS: [usize; 3] = [6, 2, 12];
 /// The largest one.
 pub(crate) const MAX_DEPTH: usize = 12;
 
 /// Reductions with fewer results are not measured.
-const FEWEST_RESULTS: usize = 4;
-/// Reductions with a similar number of results share their choice. Each class has up to 4 times as many as the one
-/// before.
-const SIZE_CLASSES: usize = 4;
+const MIN_RESULTS: usize = 4;
+/// The number of sizes that are measured.
+const MAX_SIZES: usize = 256;
 /// After the first trials, one of this many reductions is a trial, so that a slow depth costs little.
 const CALLS_PER_TRIAL: u64 = 32;
 /// Times that are kept of each depth.
 const TIMES: usize = 5;
-/// Another depth is chosen if it needs less than this part of the time.
-const WORTHWHILE: f32 = 0.85;
+/// Another depth is chosen if its median is less than this part of the chosen one's.
+const SWITCH_RATIO: f32 = 0.85;
+
+/// Reductions with equal sizes: the number of pieces, and of those whose result the owner awaits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ReductionSize {
+    pub(crate) pieces: usize,
+    pub(crate) results: usize,
+}
 
 /// The choices of an owner in a group.
 #[derive(Debug, Default)]
 pub(crate) struct DepthChooser {
-    classes: Mutex<[DepthTrials; SIZE_CLASSES]>,
+    trials: Mutex<HashMap<ReductionSize, DepthTrials>>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct DepthTrials {
-    /// Positions in [`DEPTHS`].
+    /// A position in [`DEPTHS`].
     chosen: usize,
     calls: u64,
-    /// For each depth the newest times of a result in seconds, and the number of times so far.
+    /// For each depth the newest times of a reduction in seconds, and the number of times so far.
     times: [[f32; TIMES]; DEPTHS.len()],
     measured: [usize; DEPTHS.len()],
 }
 
+/// A number that looks random, from a counter (SplitMix64).
+fn mix(counter: u64) -> u64 {
+    let mut word = counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
 impl DepthTrials {
-    /// Counts a reduction; returns its depth.
+    /// Counts a reduction; returns the position of its depth.
     fn next(&mut self) -> usize {
-        let call = self.calls;
+        let random = mix(self.calls);
         self.calls += 1;
-        let first = (TIMES * DEPTHS.len()) as u64;
-        if call < first {
-            return (call % DEPTHS.len() as u64) as usize;
+        let open: Vec<usize> = (0..DEPTHS.len()).filter(|depth| self.measured[*depth] < TIMES).collect();
+        if !open.is_empty() {
+            return open[(random % open.len() as u64) as usize];
         }
-        match (call - first) % CALLS_PER_TRIAL {
-            0 => ((call - first) / CALLS_PER_TRIAL % DEPTHS.len() as u64) as usize,
+        match random % CALLS_PER_TRIAL {
+            0 => (random / CALLS_PER_TRIAL % DEPTHS.len() as u64) as usize,
             _ => self.chosen,
         }
     }
@@ -76,52 +92,47 @@ impl DepthTrials {
         };
         let medians = self.times.each_ref().map(median);
         let best = (0..DEPTHS.len()).min_by(|one, other| medians[*one].total_cmp(&medians[*other])).unwrap_or_default();
-        if medians[best] < WORTHWHILE * medians[self.chosen] {
-            tracing::debug!(pieces = DEPTHS[best], ?medians, "another number of pieces between hosts is faster");
+        if medians[best] < SWITCH_RATIO * medians[self.chosen] {
+            tracing::debug!(pieces = DEPTHS[best], ?medians, "another number of pieces in flight is faster");
             self.chosen = best;
         }
     }
 }
 
-/// The class of reductions with `results` results; `None` for those that are not measured.
-fn size_class(results: usize) -> Option<usize> {
-    let times = (results / FEWEST_RESULTS).checked_ilog2()?;
-    Some((times as usize / 2).min(SIZE_CLASSES - 1))
-}
-
 impl DepthChooser {
-    /// Begins a reduction in which the owner begins a chain and awaits `results` results.
-    pub(crate) fn begin(&self, results: usize) -> DepthTimer<'_> {
-        let class = size_class(results);
-        let depth = class.map_or(0, |class| self.classes.lock()[class].next());
-        DepthTimer { chooser: self, class, depth, results, came: Cell::new(0), since: Instant::now() }
+    /// Begins a reduction. If the owner does not begin a chain, it awaits no results.
+    pub(crate) fn begin(&self, size: ReductionSize) -> DepthTimer<'_> {
+        let mut trials = self.trials.lock();
+        let is_measured = size.results >= MIN_RESULTS && (trials.len() < MAX_SIZES || trials.contains_key(&size));
+        let depth = if is_measured { trials.entry(size).or_default().next() } else { 0 };
+        DepthTimer { chooser: self, size, is_measured, depth, num_results: Cell::new(0), since: Instant::now() }
     }
 }
 
 /// The depth of one reduction, and its time.
 pub(crate) struct DepthTimer<'a> {
     chooser: &'a DepthChooser,
-    class: Option<usize>,
+    size: ReductionSize,
+    is_measured: bool,
     /// A position in [`DEPTHS`].
     depth: usize,
-    results: usize,
     /// The number of results so far.
-    came: Cell<usize>,
+    num_results: Cell<usize>,
     since: Instant,
 }
 
 impl DepthTimer<'_> {
-    /// The number of pieces that may be under way.
+    /// The number of pieces that may be in flight.
     pub(crate) fn pieces(&self) -> usize {
         DEPTHS[self.depth]
     }
 
     /// A result has arrived.
     pub(crate) fn note_result(&self) {
-        self.came.set(self.came.get() + 1);
-        if let Some(class) = self.class.filter(|_| self.came.get() == self.results) {
-            let time = self.since.elapsed().as_secs_f32() / self.results as f32;
-            self.chooser.classes.lock()[class].add(self.depth, time);
+        self.num_results.set(self.num_results.get() + 1);
+        if self.is_measured && self.num_results.get() == self.size.results {
+            let time = self.since.elapsed().as_secs_f32();
+            self.chooser.trials.lock().entry(self.size).or_default().add(self.depth, time);
         }
     }
 }
@@ -146,9 +157,7 @@ mod tests {
     fn the_fastest_depth_is_chosen_and_a_change_is_followed() {
         let mut trials = DepthTrials::default();
         assert_eq!(run(&mut trials, FIRST, |depth| depth as f32), 2);
-        // The newest times of the chosen depth are replaced at once, and then the others are known from earlier: at the
-        // latest when each has been tried again, the choice is right.
-        let calls = CALLS_PER_TRIAL * FIRST;
+        let calls = 2 * CALLS_PER_TRIAL * FIRST;
         assert_eq!(run(&mut trials, calls, |depth| 100.0 / depth as f32), 12);
     }
 
@@ -170,8 +179,24 @@ mod tests {
     fn trials_are_rare_after_the_first_ones() {
         let mut trials = DepthTrials::default();
         run(&mut trials, FIRST, |_| 1.0);
-        let others = (0..10 * CALLS_PER_TRIAL).filter(|_| trials.next() != 0).count();
-        assert!(others <= 10, "{others} trials");
+        let others = (0..100 * CALLS_PER_TRIAL).filter(|_| trials.next() != 0).count();
+        assert!((20..120).contains(&others), "{others} trials");
+    }
+
+    #[test]
+    fn reductions_that_repeat_in_a_cycle_get_all_depths() {
+        // Reductions of one size whose time depends on their place in a step, and not on the depth.
+        for cycle in 2..40 {
+            let mut trials = DepthTrials::default();
+            let mut seen = vec![[false; DEPTHS.len()]; cycle];
+            for call in 0..4000 * cycle {
+                let depth = trials.next();
+                seen[call % cycle][depth] = true;
+                trials.add(depth, 1.0 + 0.1 * (call % cycle) as f32 / cycle as f32);
+            }
+            assert!(seen.iter().flatten().all(|seen| *seen), "{cycle}: {seen:?}");
+            assert_eq!(trials.chosen, 0, "{cycle}");
+        }
     }
 
     #[test]
@@ -180,17 +205,24 @@ mod tests {
     }
 
     #[test]
-    fn a_reduction_is_measured_when_its_last_result_has_come_if_it_is_long_enough() {
+    fn a_reduction_is_measured_when_its_last_result_has_arrived_if_it_is_long_enough() {
         let chooser = DepthChooser::default();
-        for results in [0, 1, FEWEST_RESULTS - 1] {
-            let timer = chooser.begin(results);
+        let size = |results| ReductionSize { pieces: 20, results };
+        for results in [0, 1, MIN_RESULTS - 1] {
+            let timer = chooser.begin(size(results));
             (0..results).for_each(|_| timer.note_result());
             assert_eq!(timer.pieces(), DEPTHS[0]);
         }
-        let timer = chooser.begin(FEWEST_RESULTS);
-        (1..FEWEST_RESULTS).for_each(|_| timer.note_result());
-        assert!(chooser.classes.lock().iter().all(|class| class.measured == [0; DEPTHS.len()]));
+        assert!(chooser.trials.lock().is_empty());
+        let measured = |results| chooser.trials.lock()[&size(results)].measured.iter().sum::<usize>();
+        let timer = chooser.begin(size(MIN_RESULTS));
+        (1..MIN_RESULTS).for_each(|_| timer.note_result());
+        assert_eq!(measured(MIN_RESULTS), 0);
         timer.note_result();
-        assert_eq!(chooser.classes.lock()[0].measured[0], 1);
+        assert_eq!(measured(MIN_RESULTS), 1);
+        for results in 0..2 * MAX_SIZES {
+            chooser.begin(size(results));
+        }
+        assert_eq!(chooser.trials.lock().len(), MAX_SIZES);
     }
 }

@@ -206,7 +206,7 @@ pub(crate) struct Group<'a> {
     members: &'a Members,
     /// How members write the chunks that peers read.
     stores: &'a StoreChooser,
-    /// How many pieces this member has under way between hosts.
+    /// How many pieces this member has in flight between hosts.
     depths: &'a DepthChooser,
     wait: Wait<'a>,
     id: u64,

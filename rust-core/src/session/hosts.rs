@@ -199,8 +199,8 @@ impl Session {
         let (algorithm, slower) = MacAlgorithm::common(&algorithms);
         if let (Some(rank), TagCoverage::WholeFrame, Some(_)) = (slower, coverage, &why) {
             tracing::warn!(
-                "TCP frames between the hosts are authenticated by BLAKE3, which is slower than AEGIS on some of them, \
-                 because AEGIS is slower on rank {rank} on host {}: its processor may have no AES instructions",
+                "BLAKE3 authenticates TCP frames, although AEGIS is faster on other hosts: rank {rank} on host {} has no \
+                 fast AES instructions",
                 self.hosts[self.places[rank].host as usize]
             );
         }

@@ -92,6 +92,11 @@ impl DirectReceiveHandle {
         });
     }
 
+    #[cfg(test)]
+    pub(super) fn of_mailbox(mailbox: Arc<dyn MailboxProgress>, bytes: usize) -> Self {
+        Self { mailbox, from: 0, ticket: 0, bytes, is_whole: false }
+    }
+
     /// Ends the receive of a payload that is complete and authentic.
     pub(super) fn complete(mut self) {
         self.is_whole = true;

@@ -241,11 +241,16 @@ def test_every_step_output_method_gives_the_mean_over_replicas(ranks):
 def test_replicas_with_different_gradients_raise(ranks):
     for *_, errors in ranks:
         assert len(errors) == 2, ranks
-        for kind, text, is_equal_after in errors:
-            assert kind == "SMPMismatchError", errors
-            assert "has `a gradient" in text, errors
-            assert "has `no gradient of" in text, errors
-            assert is_equal_after, errors
+        assert all(kind == "SMPMismatchError" for kind, *_ in errors), errors
+        assert all(is_equal_after for *_, is_equal_after in errors), errors
+        (_, different_replicas, _), (_, different_partitions, _) = errors
+        assert "has `a gradient" in different_replicas, errors
+        assert "has `no gradient of" in different_replicas, errors
+        assert "the ranks of this pipeline run different steps: partition 0 has" in different_partitions, errors
+    # The ranks of the other pipeline get the text from their replicas.
+    for rank, replica in ((0, 2), (1, 3)):
+        _, (_, text, _) = ranks[rank][-1]
+        assert f"rank {replica} failed in its pipeline: the ranks of this pipeline run different" in text, ranks[rank]
 
 
 def _parts():

@@ -322,14 +322,103 @@ impl Reader {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
     use proptest::prelude::*;
 
     use super::*;
+    use crate::transport::mailbox::Header;
+    use crate::transport::ports::MailboxProgress;
     use crate::world::rendezvous::frame::Sealer;
+    use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage};
+
+    const ALL_TAGS: [TagOptions; 4] = {
+        use MacAlgorithm::{Aegis, Blake3};
+        use TagCoverage::{HeadOnly, WholeFrame};
+        [
+            TagOptions { algorithm: Blake3, coverage: WholeFrame },
+            TagOptions { algorithm: Blake3, coverage: HeadOnly },
+            TagOptions { algorithm: Aegis, coverage: WholeFrame },
+            TagOptions { algorithm: Aegis, coverage: HeadOnly },
+        ]
+    };
+
+    /// The memory of one receive, and whether it has ended with a whole payload.
+    struct OneReceive {
+        memory: Mutex<Vec<u8>>,
+        is_whole: Mutex<Option<bool>>,
+    }
+
+    impl MailboxProgress for OneReceive {
+        fn arrived(&self) {}
+
+        fn begin_direct_receive(&self, _from: usize, _header: Header) -> Option<u64> {
+            Some(0)
+        }
+
+        fn fill(&self, _from: usize, _ticket: u64, read: &mut dyn FnMut(*mut u8)) {
+            read(self.memory.lock().as_mut_ptr());
+        }
+
+        fn end_direct_receive(&self, _from: usize, _ticket: u64, is_whole: bool) {
+            *self.is_whole.lock() = Some(is_whole);
+        }
+    }
+
+    /// Passes a frame to a reader in pieces, which reads its body to the memory of a receive. Returns the body.
+    fn read_directly(frame: &[u8], piece: usize, tags: TagOptions) -> Result<Vec<u8>, FrameError> {
+        let verifier = Verifier::new([7; 32], tags, FRAME_BYTES);
+        let (mut reader, spare) = (Reader::new(verifier), Pool::new(BUFFER_BYTES));
+        let body = frame.len() - HEADER_BYTES - HEAD_BYTES;
+        let receive = Arc::new(OneReceive { memory: Mutex::new(vec![0; body]), is_whole: Mutex::default() });
+        let mut rest = frame;
+        let mut outcome = Ok(());
+        while !rest.is_empty() && outcome.is_ok() {
+            let count = match &mut reader.direct {
+                Some(direct) => direct.read(&mut &rest[..piece.min(rest.len())]).expect("memory can be read"),
+                None => {
+                    let room = reader.room(&spare);
+                    let count = room.len().min(rest.len()).min(piece);
+                    room[..count].copy_from_slice(&rest[..count]);
+                    reader.filled += count;
+                    count
+                }
+            };
+            rest = &rest[count..];
+            outcome = reader.next().map(|frame| assert!(frame.is_none(), "it was read elsewhere"));
+            reader.begin_direct_receive(|_, bytes| Some(DirectReceiveHandle::of_mailbox(receive.clone(), bytes)));
+        }
+        assert_eq!(*receive.is_whole.lock(), Some(outcome.is_ok()), "only a whole and authentic payload counts");
+        outcome.map(|()| std::mem::take(&mut *receive.memory.lock()))
+    }
+
+    #[test]
+    fn a_body_in_the_memory_of_its_receive_is_whole_and_authentic_or_refused() {
+        let bodies = [SMALL_BYTES, TAGGED_BYTES - 1, TAGGED_BYTES, TAGGED_BYTES + 1, 3 * TAGGED_BYTES - 5];
+        for (tags, bytes) in ALL_TAGS.into_iter().flat_map(|tags| bodies.map(|bytes| (tags, bytes))) {
+            let body: Vec<u8> = (0..bytes).map(|at| (at * 7) as u8).collect();
+            let mut frame = Vec::new();
+            Sealer::new([7; 32], tags).seal(&[&[3; HEAD_BYTES][..], &body].concat(), &mut frame);
+            for piece in [1000, 5000, TAGGED_BYTES, 200_000] {
+                assert!(read_directly(&frame, piece, tags) == Ok(body.clone()), "{tags:?} {bytes} {piece}");
+                for at in [0, bytes / 2, bytes - 1] {
+                    let mut changed = frame.clone();
+                    changed[HEADER_BYTES + HEAD_BYTES + at] ^= 1;
+                    let outcome = read_directly(&changed, piece, tags).map(|_| ());
+                    let expected = match tags.coverage {
+                        TagCoverage::WholeFrame => Err(FrameError::NotAuthentic { sequence: 0 }),
+                        TagCoverage::HeadOnly => Ok(()),
+                    };
+                    assert_eq!(outcome, expected, "{tags:?} {bytes} {piece} {at}");
+                }
+            }
+        }
+    }
 
     /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated.
-    fn read(bytes: &[u8], pieces: &[usize]) -> Result<Vec<Vec<u8>>, FrameError> {
-        let verifier = Verifier::new([7; 32], TagOptions::CONTROL, FRAME_BYTES);
+    fn read(bytes: &[u8], pieces: &[usize], tags: TagOptions) -> Result<Vec<Vec<u8>>, FrameError> {
+        let verifier = Verifier::new([7; 32], tags, FRAME_BYTES);
         let (mut reader, spare) = (Reader::new(verifier), Pool::new(BUFFER_BYTES));
         let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());
         while !rest.is_empty() {
@@ -358,19 +447,21 @@ mod tests {
         #[test]
         fn frames_come_out_as_they_went_in(
             lengths in prop::collection::vec(length(), 0..8), pieces in prop::collection::vec(1usize..9000, 1..4),
+            tags in prop::sample::select(&ALL_TAGS[..]),
         ) {
-            let mut sealer = Sealer::new([7; 32], TagOptions::CONTROL);
+            let mut sealer = Sealer::new([7; 32], tags);
             let payloads: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(at, bytes)| vec![at as u8; *bytes]).collect();
             let mut bytes = Vec::new();
             payloads.iter().for_each(|payload| sealer.seal(payload, &mut bytes));
-            prop_assert!(read(&bytes, &pieces).unwrap() == payloads);
+            prop_assert!(read(&bytes, &pieces, tags).unwrap() == payloads);
         }
 
         #[test]
         fn any_bytes_are_refused_or_wait_for_more(
             bytes in prop::collection::vec(any::<u8>(), 0..400), pieces in prop::collection::vec(1usize..100, 1..4),
+            tags in prop::sample::select(&ALL_TAGS[..]),
         ) {
-            prop_assert!(read(&bytes, &pieces).map_or(true, |found| found.is_empty()));
+            prop_assert!(read(&bytes, &pieces, tags).map_or(true, |found| found.is_empty()));
         }
     }
 }

@@ -1,11 +1,14 @@
 """Compares the operations of a pipeline's ranks: the step that they run, and operations outside of steps.
 
-A step is compared in its graph, and when it is traced, before it partitions the model.
+A step is compared in its graph, and when it is traced, before it partitions the model. Replicas of a partition compare
+the gradients that they reduce.
 
 - AGR-1: each operation in which all ranks of a pipeline wait for each other (steps, batches of ``fit``, checkpoints,
   barriers) begins with a comparison in the pipeline's group. If a rank does something else, all of them get an error
   instead of a deadlock, and may continue after it.
 - AGR-2: if a rank leaves such an operation with an error, it takes part in the next comparison with that error.
+- AGR-3: a step compares in the pipeline first, and then between replicas. The gradients are among the lines of both, so
+  if all pipelines pass the first comparison, either all ranks pass the second one or none does.
 """
 
 from __future__ import annotations
@@ -64,42 +67,46 @@ class Comparison:
 
 
 def compare(comparisons: Sequence[Comparison], scope: StepScope | None = None) -> tf.Operation:
-    """Return an operation that compares in order, and fails if one of the comparisons finds a difference.
-
-    A rank that has found a difference takes part in the later comparisons with its error (AGR-2), so that their other
-    ranks fail as well.
+    """Return an operation that compares in order, and fails at the first comparison that finds a difference.
 
     Args:
-        comparisons: What to compare; each group's ranks pass the same groups in the same order.
+        comparisons: What to compare. All ranks of a group compare the same kinds of groups in the same order.
         scope: The step, which no rank runs if lines differ.
     """
+    compared: list[tf.Operation] = []
+    for index, each in enumerate(comparisons):
+        with tf.control_dependencies(compared):
+            compared = [_compare(each, comparisons[index + 1 :], scope)]
+    return compared[0]
+
+
+def _compare(comparison: Comparison, later: Sequence[Comparison], scope: StepScope | None) -> tf.Operation:
+    digest = comparison.digest
     # Data is compared in host memory: on a GPU, a group's first operation loads kernels, which waits for running
     # kernels, and one of these may be a receive that waits for a message that is sent only after this comparison.
     with tf.device(_HOST):
-        gathered: list[tf.Tensor] = []
-        differs = tf.constant(False)
-        for each in comparisons:
-            digest = tf.where(differs, tf.constant(_FAILED, tf.int64), tf.constant(each.digest, tf.int64))
-            gathered.append(core_ops.smd_all_gather(tensor=tf.reshape(digest, [1]), group=each.group).output)
-            differs |= tf.reduce_any(gathered[-1] != digest)
+        gathered = core_ops.smd_all_gather(tensor=tf.constant([digest], tf.int64), group=comparison.group).output
+        is_other = tf.reduce_any(gathered != tf.constant(digest, tf.int64))
 
-    def raise_mismatch(*gathered: Any) -> NoReturn:
-        text = ""
-        for each, digests in zip(comparisons, gathered, strict=True):
-            # All ranks of the group have these digests, so all of them, or none, exchange lines.
-            if all(digest == digests[0] for digest in digests):
-                continue
-            lines = [f"{_FAILURE}cannot run the step: {text}"] if text else each.lines
-            found = _mismatch_text(each, lines)
-            text = text or found
+    def raise_mismatch(_: Any) -> NoReturn:
+        text, all_run_steps = _describe(comparison, comparison.lines)
+        # If a rank of this group does something else, its counterparts in other groups do not compare a step, either.
+        for other in later if all_run_steps else ():
+            _take_part(other, f"{_FAILURE}failed in its pipeline: {text}")
         raise SMPMismatchError(f"{text} [smd:mismatch]")
 
     def fail() -> tf.Tensor:
         with tf.control_dependencies([] if scope is None else [scope.cancel()]):
-            return tf.numpy_function(raise_mismatch, gathered, tf.int64)
+            return tf.numpy_function(raise_mismatch, [gathered], tf.int64)
 
     with tf.device(_HOST):
-        return tf.cond(differs, fail, lambda: tf.constant(0, tf.int64)).op
+        return tf.cond(is_other, fail, lambda: tf.constant(0, tf.int64)).op
+
+
+def _take_part(comparison: Comparison, failure: str) -> None:
+    """Take part in a comparison with an error, which the other ranks of its group raise (AGR-2)."""
+    if any(each != _FAILED for each in _gather(_FAILED, comparison.group)):
+        _describe(comparison, [failure])
 
 
 def compare_now(comparison: Comparison) -> None:
@@ -109,7 +116,7 @@ def compare_now(comparison: Comparison) -> None:
         SMPMismatchError: Another rank has other lines, or none; raised on all ranks.
     """
     if any(each != comparison.digest for each in _gather(comparison.digest, comparison.group)):
-        raise SMPMismatchError(_mismatch_text(comparison, comparison.lines))
+        raise SMPMismatchError(_describe(comparison, comparison.lines)[0])
 
 
 def in_pipeline(lines: Sequence[str], groups: TensorFlowGroups) -> Comparison:
@@ -174,21 +181,26 @@ def _gather(digest: int, group: int) -> list[int]:
         )
 
 
-def _mismatch_text(comparison: Comparison, lines: Sequence[str]) -> str:
-    """Describe the mismatch; all ranks of the group call it, each with its lines or its error."""
+def _describe(comparison: Comparison, lines: Sequence[str]) -> tuple[str, bool]:
+    """Describe the difference; all ranks of the group call it, each with its lines or its error.
+
+    Returns:
+        The text, and whether all ranks of the group run a step.
+    """
     names = comparison.names
     reports = object_transport.gather(list(lines), comparison.kind.value)
     for name, theirs in zip(names, reports, strict=True):
         if len(theirs) == 1 and theirs[0].startswith(_FAILURE):
-            return f"{name} {theirs[0].removeprefix(_FAILURE)}"
+            return f"{name} {theirs[0].removeprefix(_FAILURE)}", False
     doing = [_activity(theirs) for theirs in reports]
     for name, other in zip(names, doing, strict=True):
         if other != doing[0]:
-            return (
+            text = (
                 f"the ranks of this pipeline do different things: {names[0]} {doing[0]}, and {name} {other}; all "
                 "ranks must make the same calls in the same order"
             )
-    return f"{comparison.differ}: {_difference(reports, names)}"
+            return text, False
+    return f"{comparison.differ}: {_difference(reports, names)}", True
 
 
 def _activity(lines: Sequence[str]) -> str:

@@ -109,7 +109,7 @@ class Program:
         to_sum: Tensors that the step returns here as sums over the microbatches, by name, each with the device of its
         sum.
         early: Names of tensors that the step returns here and that are needed as soon as they are computed.
-        comparisons: What the ranks compare when the step begins, in addition to the segments of the partitions.
+        comparisons: What this rank compares with ranks of other pipelines when the step begins.
 
     Attributes:
         sums: The sums, by name, after :meth:`build`.
@@ -174,8 +174,9 @@ class Program:
         if self._groups.pp_group is not None:
             self._scope = StepScope()
             with tf.control_dependencies([self._scope.begin_op]):
-                partitions = agreement.in_pipeline(segment_graph.lines, self._groups)
-                self.compared = agreement.compare([*self._comparisons, partitions], self._scope)
+                lines = [*segment_graph.lines, *(line for each in self._comparisons for line in each.lines)]
+                partitions = agreement.in_pipeline(lines, self._groups)
+                self.compared = agreement.compare([partitions, *self._comparisons], self._scope)
             self._start = [self.compared]
             self._transfers = Transfers(
                 segment_graph, self._groups, self._microbatches, self.compared, self._run_independently

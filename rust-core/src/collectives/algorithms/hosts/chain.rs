@@ -18,16 +18,16 @@
 //!   the other members have not written their values before. Carries may arrive earlier, in memory of their own.
 //! - CHN-4: a member that is alone on its host uses no part if the addresses of its values and of the result are known.
 //!   It sends the values from their own memory, if they are a carry already, and receives the result in its output.
-//! - CHN-5: an owner that begins the chain of a piece has at most `depth` pieces under way whose results it awaits, a
-//!   number that it chooses by measurement ([`crate::collectives::depth`]). The other owners have posted [`MAX_DEPTH`] receives, so
-//!   frames go to the memory of their receives.
+//! - CHN-5: an owner that begins the chain of a piece has at most `depth` pieces in flight whose results it awaits; it
+//!   chooses the depth by measurement ([`depth`](crate::collectives::depth)). The other owners have posted [`MAX_DEPTH`]
+//!   receives, so frames go to the memory of their receives.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Group;
-use crate::collectives::depth::{DepthTimer, MAX_DEPTH};
+use crate::collectives::depth::{DepthTimer, MAX_DEPTH, ReductionSize};
 use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
@@ -179,8 +179,8 @@ impl<'a> ChannelOwner<'a> {
         streams.retain(|stream| !stream.pieces.is_empty());
         let begins = streams.iter().any(|stream| stream.from.is_none());
         let results = streams.iter().filter(|stream| matches!(stream.kind, ChainKind::Result));
-        let awaited = if begins { results.map(|stream| stream.pieces.len()).sum() } else { 0 };
-        let depth = group.depths.begin(awaited);
+        let results = if begins { results.map(|stream| stream.pieces.len()).sum() } else { 0 };
+        let depth = group.depths.begin(ReductionSize { pieces: chain.pieces.len(), results });
         Some(Self { chain, group, hosts, channel, released: 0, streams, sends: Vec::new(), spare: Vec::new(), depth })
     }
 
