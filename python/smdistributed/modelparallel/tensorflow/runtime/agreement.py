@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import tensorflow as tf
 
 from smdistributed import _core
+from smdistributed._common import errors
 from smdistributed.dataparallel.tensorflow.collectives import call
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.exceptions import SMPMismatchError
@@ -105,8 +106,10 @@ def _compare(comparison: Comparison, later: Sequence[Comparison], scope: StepSco
 
 def _take_part(comparison: Comparison, failure: str) -> None:
     """Take part in a comparison with an error, which the other ranks of its group raise (AGR-2)."""
-    if any(each != _FAILED for each in _gather(_FAILED, comparison.group)):
-        _describe(comparison, [failure])
+    # Ranks that have left or died get no report, and the error of this rank stands.
+    with contextlib.suppress(errors.SmdistributedError):
+        if any(each != _FAILED for each in _gather(_FAILED, comparison.group)):
+            _describe(comparison, [failure])
 
 
 def compare_now(comparison: Comparison) -> None:
