@@ -58,6 +58,7 @@ const KEYS: &[ConfigKey] = &[
     key("auto_partition", ValueKind::Bool, DefaultValue::Bool(true)),
     switch("bf16"),
     key("contiguous", ValueKind::Bool, DefaultValue::Bool(true)),
+    switch("cuda_graphs"),
     switch("ddp"),
     key("ddp_dist_backend", ValueKind::Choice(&["auto", "nccl"]), DefaultValue::Text("auto")),
     key("ddp_port", ValueKind::Int(0), DefaultValue::None),
@@ -332,7 +333,7 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), KEYS.len(), "a key is declared once");
-        assert_eq!(names.len(), 37, "a new key is a decision: see the documentation of the parameters");
+        assert_eq!(names.len(), 38, "a new key is a decision: see the documentation of the parameters");
     }
 
     #[test]

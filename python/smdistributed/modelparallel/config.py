@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = json.loads(_core.parameter_defaults())
 LIMITS: dict[str, tuple[Any, str | None]] = {
     "horovod": (False, "tensorflow"),
     "activation_memory_bytes": (None, "torch"),
+    "cuda_graphs": (False, "torch"),
     "offload_activations": (False, "torch"),
     "tensor_parallel_degree": (1, "torch"),
     "fp16": (False, "torch"),
@@ -184,6 +185,18 @@ def warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
+def _check_cuda_graphs(values: Mapping[str, Any]) -> None:
+    for key, reason in (
+        ("offload_activations", "graphs have their activations at fixed addresses"),
+        ("shard_optimizer_state", "it takes gradients during the step, and graphs have their addresses"),
+    ):
+        if values.get(key):
+            raise SMPConfigError(f"`cuda_graphs` and `{key}` exclude each other: {reason}")
+    for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
+        if values.get(key, 1) > 1:
+            raise SMPConfigError(f"`cuda_graphs` and `{key}` exclude each other: stages contain collectives then")
+
+
 def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
     if not values.get("ddp"):
         raise SMPConfigError("`sharded_data_parallel_degree` needs `ddp: true`: parameters are sharded over replicas")
@@ -209,6 +222,8 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         raise SMPConfigError("`shard_optimizer_state` needs `ddp: true`: states are sharded over replicas")
     if values.get("sharded_data_parallel_degree", 1) > 1:
         _check_sharded_data_parallelism(values)
+    if values.get("cuda_graphs"):
+        _check_cuda_graphs(values)
     # The launcher cannot check this, because it does not know the script's values.
     if values.get("load_partition") and not values.get("partition_file"):
         raise SMPConfigError("`load_partition` is true without `partition_file`, the file that holds the partition")

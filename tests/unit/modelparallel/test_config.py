@@ -100,6 +100,8 @@ def test_keys_of_one_framework_are_refused_for_the_other():
     assert config.read({"bf16": True}).bf16
     with pytest.raises(SMPUnsupportedError, match="`fp16` is True, but only False is supported"):
         config.read({"fp16": True}, "tensorflow")
+    with pytest.raises(SMPUnsupportedError, match="`cuda_graphs` is True, but only False is supported"):
+        config.read({"cuda_graphs": True}, "tensorflow")
     with pytest.raises(SMPUnsupportedError, match="`offload_activations` is True, but only False is supported"):
         config.read({"offload_activations": True}, "tensorflow")
 

@@ -28,6 +28,7 @@ EFFECTIVE = {
     "active_microbatches": (_TORCH + "test_features.py", "active_microbatches"),
     "auto_partition": (_TORCH + "test_features.py", "auto_partition"),
     "bf16": (_TORCH + "test_precision.py", "bf16"),
+    "cuda_graphs": ("gpu/test_cuda_graphs.py", "cuda_graphs"),
     "ddp": (_TORCH + "test_replicas.py", '"ddp"'),
     "ddp_dist_backend": (_TORCH + "test_features.py", "ddp_dist_backend"),
     "ddp_port": (_TORCH + "test_features.py", "ddp_port"),

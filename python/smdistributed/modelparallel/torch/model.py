@@ -287,7 +287,9 @@ class DistributedModel(nn.Module):
             norms.follow_torch()
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
-            self.pipeline = Pipeline(self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader)
+            self.pipeline = Pipeline(
+                self.module, self.placement, groups, device, cfg.pipeline, *bounds, self.offloader, cfg.cuda_graphs
+            )
             self.pipeline.attribute_views.send_values()
         for hook in list(self.post_partition_hooks):
             call_hook(hook, self)

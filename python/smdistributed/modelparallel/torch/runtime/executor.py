@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.failures import explaining_changed_tensors
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
+from smdistributed.modelparallel.torch.runtime.stage_capture import CapturedStage, StageCapture
 from smdistributed.modelparallel.torch.runtime.stage_graph import Stage, StageGraph
 from smdistributed.modelparallel.torch.runtime.storage_copies import StoragePart, copied, is_whole
 from smdistributed.modelparallel.torch.runtime.task_execution import (
@@ -50,15 +51,18 @@ _MAX_POSTED_RECEIVES = 4
 class StageState:
     """The tensors of a stage between its forward and the end of its backward, for one microbatch."""
 
-    __slots__ = ("consumers_done", "exports", "gradients", "leaves", "offloaded", "weights")
+    __slots__ = ("captured", "consumers_done", "exports", "gradients", "leaves", "offloaded", "weights")
 
     def __init__(
         self,
         leaves: dict[int, torch.Tensor | StageBoundary],
         exports: dict[int, torch.Tensor],
         offloaded: offloading.Batch | None = None,
+        captured: CapturedStage | None = None,
     ) -> None:
         self.leaves = leaves
+        #: Its CUDA graphs, if it runs with them.
+        self.captured = captured
         #: Whether its activations were moved to host memory.
         self.offloaded = offloaded
         #: Output values; once all consumers have them, only gradient edges at which the backward begins.
@@ -75,6 +79,13 @@ class StageState:
         export = self.exports[value]
         assert isinstance(export, torch.Tensor), "a value is held until all consumers have it"
         return export
+
+    def is_root(self, value: int) -> bool:
+        """Return whether a backward can begin at an exported value."""
+        if self.captured is not None:
+            return value in self.captured.root_gradients
+        export = self.exports[value]
+        return export is not None and (not isinstance(export, torch.Tensor) or export.requires_grad)
 
     def find_weights(self) -> None:
         """Find the weights whose gradients can be computed separately, in the graph of the exports."""
@@ -140,7 +151,9 @@ class Executor:
         modules: ModuleState,
         early: bool = False,
         offloader: offloading.Offloader | None = None,
+        capture: StageCapture | None = None,
     ) -> None:
+        self.capture = capture
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
         self._modules, self._early, self._offloader = modules, early, offloader
         #: For a task without a known output spec: the spec that was found, and the output tensors.
@@ -153,17 +166,16 @@ class Executor:
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
         """Run the forward of a stage whose inputs are here; ``backward_is_near`` prevents offloading (OFF-1)."""
         start = _core.timeline_now()
+        if self.capture is not None and self._forward_captured(self.capture, mb, number):
+            _core.timeline_stage("forward", number, mb.recording.microbatch, start)
+            return
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         has_backward = stage.has_backward or self._early
         offloader = self._offloader if has_backward and not backward_is_near else None
         leaves: dict[int, torch.Tensor | StageBoundary] = {}
         env: dict[int, torch.Tensor] = {}
         for producer, values in stage.inputs.items():
-            if graph.stages[producer].rank == self._rank:
-                tensors = [mb.stage_states[producer].tensor(value) for value in values]
-            else:
-                tensors = mb.arrived.pop((producer, number))
-            for value, tensor in zip(values, tensors, strict=True):
+            for value, tensor in zip(values, self._inputs_from(mb, producer, number), strict=True):
                 home, wants_gradient = graph.values[value].home, graph.values[value].meta.requires_grad
                 is_own = wants_gradient and value not in graph.without_graph
                 if home is not None and not is_own and graph.stages[producer].rank == self._rank:
@@ -244,6 +256,40 @@ class Executor:
         # All microbatches use the same parameters.
         inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
         _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
+
+    def _inputs_from(self, mb: Microbatch, producer: int, number: int) -> list[torch.Tensor]:
+        """Return the inputs that a stage gets from another one, in the order of ``Stage.inputs``."""
+        graph = mb.stage_graph
+        if graph.stages[producer].rank == self._rank:
+            return [mb.stage_states[producer].tensor(value) for value in graph.stages[number].inputs[producer]]
+        return mb.arrived.pop((producer, number))
+
+    def _forward_captured(self, capture: StageCapture, mb: Microbatch, number: int) -> bool:
+        """Run the forward of a stage by its CUDA graph; return whether it has one that fits."""
+        taken = capture.take(mb, number)
+        if taken is None:
+            return False
+        captured, replicated = taken
+        graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
+        inputs: dict[int, torch.Tensor] = {}
+        for producer, values in stage.inputs.items():
+            inputs.update(zip(values, self._inputs_from(mb, producer, number), strict=True))
+        exports = captured.forward(mb, inputs, replicated)
+        mb.keep_results(exports)
+        mb.stage_states[number] = StageState({}, exports, captured=captured)
+        for producer in stage.inputs:
+            if graph.stages[producer].rank == self._rank:
+                mb.mark_consumed(producer)
+        return True
+
+    def _backward_captured(self, mb: Microbatch, number: int, stage_state: StageState) -> None:
+        """Run the backward of a stage, or its first part, by its CUDA graph."""
+        assert stage_state.captured is not None
+        found = stage_state.captured.backward(self._root_gradients(mb, number, stage_state))
+        for producer in mb.stage_graph.stages[number].inputs:
+            values = mb.stage_graph.gradients(producer, number)
+            if values:
+                self._return_gradients(mb, number, producer, values, [found[value] for value in values])
 
     def _copy_written_inputs(
         self, graph: StageGraph, stage: Stage, tasks: Sequence[Task], env: dict[int, torch.Tensor]
@@ -369,14 +415,12 @@ class Executor:
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
             stage_state = mb.stage_states.pop(number)
-            roots, gradients = self._roots(mb, number, stage_state)
-            if roots:
-                with (
-                    self._modules.in_backward(mb.recording.backward_modules),
-                    explaining_changed_tensors(mb.recording.microbatch),
-                ):
-                    _run_backward(roots, gradients, stage_state.weights, later=False)
-            self._store_input_gradients(mb, number, stage_state.leaves)
+            if stage_state.captured is not None:
+                self._backward_captured(mb, number, stage_state)
+                assert self.capture is not None
+                self.capture.release(number, stage_state.captured)
+            else:
+                self._run_backward(mb, number, stage_state, later=False)
         _core.timeline_stage("backward", number, mb.recording.microbatch, start)
 
     def input_part(self, mb: Microbatch, number: int) -> None:
@@ -385,14 +429,10 @@ class Executor:
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
             stage_state = mb.stage_states[number]
-            roots, gradients = self._roots(mb, number, stage_state)
-            if roots:
-                with (
-                    self._modules.in_backward(mb.recording.backward_modules),
-                    explaining_changed_tensors(mb.recording.microbatch),
-                ):
-                    _run_backward(roots, gradients, stage_state.weights, later=True)
-            self._store_input_gradients(mb, number, stage_state.leaves)
+            if stage_state.captured is not None:
+                self._backward_captured(mb, number, stage_state)
+            else:
+                self._run_backward(mb, number, stage_state, later=True)
             stage_state.leaves, stage_state.exports = {}, {}
         _core.timeline_stage("input", number, mb.recording.microbatch, start)
 
@@ -400,16 +440,37 @@ class Executor:
         """Run the second part of a backward: the gradients of weights."""
         start = _core.timeline_now()
         if mb.stage_graph.stages[number].has_backward:
-            with explaining_changed_tensors(mb.recording.microbatch):
-                mb.stage_states.pop(number).weights.run()
+            stage_state = mb.stage_states.pop(number)
+            if stage_state.captured is not None:
+                stage_state.captured.weight_part()
+                assert self.capture is not None
+                self.capture.release(number, stage_state.captured)
+            else:
+                with explaining_changed_tensors(mb.recording.microbatch):
+                    stage_state.weights.run()
         _core.timeline_stage("weight", number, mb.recording.microbatch, start)
 
-    def _roots(
-        self, mb: Microbatch, number: int, stage_state: StageState
-    ) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor]]:
+    def _run_backward(self, mb: Microbatch, number: int, stage_state: StageState, later: bool) -> None:
+        """Run autograd for a stage; gradients of weights are computed in parallel, or ``later`` (WGT-1 to WGT-5)."""
+        gradients = self._root_gradients(mb, number, stage_state)
+        if gradients:
+            weights = stage_state.weights
+            # PyTorch's stubs require one type for all.
+            roots: Any = [stage_state.exports[value] for value in gradients]
+            with (
+                self._modules.in_backward(mb.recording.backward_modules),
+                explaining_changed_tensors(mb.recording.microbatch),
+            ):
+                inputs = weights.begin(later) if weights.size() else None
+                torch.autograd.backward(roots, list(gradients.values()), inputs=inputs)
+                if later:
+                    weights.end()
+        self._store_input_gradients(mb, number, stage_state.leaves)
+
+    def _root_gradients(self, mb: Microbatch, number: int, stage_state: StageState) -> dict[int, torch.Tensor]:
+        """Return the gradients of the exported values at which a backward begins."""
         stage = mb.stage_graph.stages[number]
-        roots: list[torch.Tensor | GradientEdge] = []
-        gradients: list[torch.Tensor] = []
+        gradients: dict[int, torch.Tensor] = {}
         root_gradients: dict[int, torch.Tensor] = {}
         for called, gradient in mb.recording.backward_roots:
             if called.index in stage.backward_roots:
@@ -419,8 +480,7 @@ class Executor:
                 before = root_gradients.get(called.index)
                 root_gradients[called.index] = gradient if before is None else before + gradient
         for value in stage.exports:
-            root = stage_state.exports[value]
-            if root is None or (isinstance(root, torch.Tensor) and not root.requires_grad):
+            if not stage_state.is_root(value):
                 continue
             # In the order of the consumers (EXE-2).
             parts = [gradient for _, gradient in sorted(stage_state.gradients.get(value, {}).items())]
@@ -431,9 +491,8 @@ class Executor:
             gradient = parts[0]
             for part in parts[1:]:
                 gradient = gradient + part
-            roots.append(root)
-            gradients.append(gradient)
-        return roots, gradients
+            gradients[value] = gradient
+        return gradients
 
     def _store_input_gradients(
         self, mb: Microbatch, number: int, leaves: Mapping[int, torch.Tensor | StageBoundary]
@@ -450,10 +509,16 @@ class Executor:
                     gradients.append(leaf.zeros() if isinstance(leaf, StageBoundary) else torch.zeros_like(leaf))
                 else:
                     gradients.append(leaf.grad)
-            if graph.stages[producer].rank == self._rank:
-                self._add_output_gradients(mb, producer, number, values, gradients)
-            else:
-                mb.returning[number, producer] = gradients
+            self._return_gradients(mb, number, producer, values, gradients)
+
+    def _return_gradients(
+        self, mb: Microbatch, number: int, producer: int, values: Sequence[int], gradients: list[torch.Tensor]
+    ) -> None:
+        """Store the gradients of a stage's inputs for the stage that produced them."""
+        if mb.stage_graph.stages[producer].rank == self._rank:
+            self._add_output_gradients(mb, producer, number, values, gradients)
+        else:
+            mb.returning[number, producer] = gradients
 
     def _add_output_gradients(
         self, mb: Microbatch, producer: int, consumer: int, values: Sequence[int], gradients: Sequence[torch.Tensor]
@@ -541,14 +606,3 @@ class Executor:
         """
         with casts_are_cached(), self._modules.applied():
             self.begin(program, microbatches, len(microbatches), on_stage_done).advance(lambda index: True)
-
-
-def _run_backward(
-    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], weights: Any, later: bool
-) -> None:
-    """Run autograd; the gradients of ``weights`` are computed in parallel, or ``later`` (WGT-1 to WGT-5)."""
-    # PyTorch's stubs require one type for all.
-    mixed: Any = roots
-    torch.autograd.backward(mixed, gradients, inputs=weights.begin(later) if weights.size() else None)
-    if later:
-        weights.end()

@@ -63,16 +63,24 @@ class Expectation(NamedTuple):
         return [self.digest, digest_of(self.returned), self.microbatches]
 
 
-def is_uniform(microbatches: Sequence[Microbatch]) -> bool:
-    """Return whether the next call of a step may be executed while it is recorded, if it is like this one."""
+def obstacle(microbatches: Sequence[Microbatch]) -> str | None:
+    """Return why the next call of a step cannot be executed while it is recorded; ``None`` if it can."""
     first = microbatches[0]
-    return (
-        len(microbatches) > 1
-        and bool(first.recording.backward_roots)
-        and all(mb.stage_graph is first.stage_graph and _takes_no_state(mb.recording) for mb in microbatches)
-        and not first.runs_in_turn
-        and not any(task.context.autocast for task in first.recording.tasks)
-    )
+    if len(microbatches) == 1:
+        return "there is one microbatch"
+    if not first.recording.backward_roots:
+        return "there is no backward"
+    if first.runs_in_turn:
+        return "microbatches run one after the other"
+    if any(task.context.autocast for task in first.recording.tasks):
+        return "it uses autocast"
+    if any(mb.recording.draws for mb in microbatches):
+        return "modules draw random numbers, as dropout does"
+    if not all(_takes_no_state(mb.recording) for mb in microbatches):
+        return "it reads values in its body, keeps tensors between microbatches, or sets attributes of modules"
+    if any(mb.stage_graph is not first.stage_graph for mb in microbatches):
+        return "the microbatches make different calls"
+    return None
 
 
 def _takes_no_state(recording: Recording) -> bool:
@@ -111,6 +119,8 @@ class OverlappedRun:
         self._comparisons: deque[Comparison] = deque()
         self._num_compared = 0
         self._on_stage_done: Callable[[int, Microbatch], None] | None = None
+        #: The graphs of stages, if they are wanted, and whether they are ready for this step.
+        self._capture, self._has_captured = executor.capture, False
         self._program = executor.begin(
             expectation.program, self._microbatches, expectation.microbatches, self._note_stage
         )
@@ -172,12 +182,25 @@ class OverlappedRun:
         if self._is_over:
             return
         with self._executing():
+            self._capture_stages()
             if microbatches is not None:
                 # All ranks notice a microbatch that differs after the same body.
                 self._program.allow(self._may_run, microbatches)
             self._program.advance(self._may_run, microbatches)
         if self._num_compared > len(self._microbatches):
             self._end()
+
+    def _capture_stages(self) -> None:
+        """Capture the stages if their graphs are wanted and the first microbatch is as expected, before any message."""
+        if self._capture is None or self._has_captured:
+            return
+        self._program.allow(self._may_run, 1)
+        if not self._microbatches or not self._program.num_allowed:
+            return
+        self._has_captured = True
+        expected = self._expectation
+        key = (*expected.numbers(), self._pipeline.version)
+        self._capture.begin_step(key, expected.program.actions, self._microbatches[0], self._pipeline.parameters)
 
     @contextlib.contextmanager
     def _executing(self) -> Iterator[None]:
@@ -211,6 +234,7 @@ class OverlappedRun:
         self._program.allow(self._may_run, len(self._microbatches))
         self._is_over = True
         with self._executing():
+            self._capture_stages()
             self._program.complete()
         for mb in self._microbatches:
             mb.recording.num_executed = len(mb.recording.tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from smdistributed import _core
 from smdistributed._common import errors
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import CLASSES, SMPMismatchError, SMPUsageError
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication
@@ -20,11 +22,12 @@ from smdistributed.modelparallel.torch.groups import TorchGroups
 from smdistributed.modelparallel.torch.partitioning.placement import Placement, own_tensors
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
-from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks
+from smdistributed.modelparallel.torch.runtime.fallbacks import Fallbacks, script_level
 from smdistributed.modelparallel.torch.runtime.offloading import Offloader
-from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun, is_uniform
+from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun, obstacle
 from smdistributed.modelparallel.torch.runtime.program_run import Program
 from smdistributed.modelparallel.torch.runtime.rng import RngState
+from smdistributed.modelparallel.torch.runtime.stage_capture import StageCapture
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
@@ -64,6 +67,7 @@ class Pipeline:
         active_microbatches: int | None,
         memory_bytes: int | None,
         offloader: Offloader | None,
+        cuda_graphs: bool,
     ) -> None:
         assert groups.pp_group is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
@@ -79,6 +83,11 @@ class Pipeline:
         #: Synchronous calls.
         self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
+        self._capture = StageCapture(self.module_state) if cuda_graphs and device.type == "cuda" else None
+        if cuda_graphs and self._capture is None:
+            warn_once(f"`cuda_graphs` has no effect on the device {device.type}")
+        #: Step functions without graphs, of which the user was told.
+        self._without_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
@@ -344,7 +353,7 @@ class Pipeline:
 
     def begin_overlapped(self, expectation: Expectation, scale: float) -> OverlappedRun:
         """Begin to execute microbatches while later ones are recorded."""
-        self.overlapped = OverlappedRun(self, expectation, self.executor(scale))
+        self.overlapped = OverlappedRun(self, expectation, self.executor(scale, capture=self._capture))
         return self.overlapped
 
     def expect_again(self, step: Any, microbatches: Sequence[Microbatch], overlapped: OverlappedRun | None) -> None:
@@ -353,18 +362,25 @@ class Pipeline:
         if overlapped is not None and overlapped.was_interrupted:
             # The next call would also be interrupted, after each microbatch.
             self._never_overlapped.add(step)
-        if step in self._never_overlapped or self._offloader is not None:
+        if self._offloader is not None:
             return
         first = microbatches[0]
-        if is_uniform(microbatches):
+        reason = "its body reads values" if step in self._never_overlapped else obstacle(microbatches)
+        has_backward = bool(first.recording.backward_roots)
+        if reason is not None and self._capture is not None and has_backward and step not in self._without_graphs:
+            self._without_graphs.add(step)
+            warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+        if reason is None:
             key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
             program = self._plans.get(key)
             if program is not None:
                 self._expectations[step] = Expectation(key[0], key[1], len(microbatches), first.stage_graph, program)
 
-    def executor(self, scale: float, early: bool = False) -> Executor:
+    def executor(self, scale: float, early: bool = False, capture: StageCapture | None = None) -> Executor:
         """Return an executor of this rank's part."""
-        return Executor(self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader)
+        return Executor(
+            self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader, capture
+        )
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
         """Compare the recordings of all ranks.

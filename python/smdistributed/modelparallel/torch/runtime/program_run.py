@@ -119,6 +119,11 @@ class ProgramRun:
         while self._num_allowed < microbatches and may_run(self._num_allowed):
             self._num_allowed += 1
 
+    @property
+    def num_allowed(self) -> int:
+        """The number of microbatches that may run."""
+        return self._num_allowed
+
     def complete(self) -> None:
         """Run the remaining actions of the microbatches that may run; the program ends without the later ones."""
         self._is_limited = False

@@ -1,0 +1,442 @@
+"""CUDA graphs of this rank's stages, with the option ``cuda_graphs``.
+
+A graph launches all kernels of a stage's forward or backward at once, so the host no longer limits a pipeline of many
+small kernels. See "Constraints" in https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs for what a graph
+cannot contain.
+
+- CAPTURE-1: a stage has as many copies of its graphs as it has active microbatches. Each copy has its own memory,
+  inputs and outputs, because graphs that share memory must run in the order of their capture, and microbatches overlap.
+- CAPTURE-2: all ranks capture before the first message of a step. Capturing waits for the device, and two ranks that
+  wait for each other's messages in it would wait forever.
+- CAPTURE-3: a graph adds to the same ``.grad`` tensors in each step. Where the script has set ``.grad`` to ``None``,
+  they begin with zeros; where it has set another tensor, with a copy of it.
+- CAPTURE-4: a graph holds addresses and numbers, so stages are captured again if a parameter, a buffer or an attribute
+  of their modules has changed since.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
+from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
+from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.task_execution import GradAutocastState, run_planned
+from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
+from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
+from smdistributed.modelparallel.torch.tracing.recording import Recording
+from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
+from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensor
+from smdistributed.modelparallel.torch.tracing.tasks import Task
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.runtime.executor import Microbatch
+    from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Buffer:
+    """Memory at a fixed address for tensors of one shape. Strides of 0 stay, as in masks that were expanded."""
+
+    def __init__(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
+        self._stride = list(stride)
+        self._memory = torch.empty_strided(self._shape, self._stride, dtype=dtype, device=device)
+        self.tensor = self._memory.expand(shape)
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Buffer:
+        """Return memory for tensors like this one."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of this shape."""
+        with torch.no_grad():
+            if self._memory.shape == tensor.shape:
+                self._memory.copy_(tensor)
+            else:
+                self._memory.copy_(tensor.as_strided(self._shape, self._stride))
+
+
+class Replicated(NamedTuple):
+    """The replicated tensors among the arguments of a stage's tasks.
+
+    Attributes:
+        tensors: Each tensor once.
+        places: For each place among the arguments, the tensor's number.
+    """
+
+    tensors: list[torch.Tensor]
+    places: list[int]
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task]) -> Replicated:
+        """Return those of the tasks of one microbatch."""
+        numbers: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
+        places = []
+        for task in tasks:
+            if not isinstance(task.plan, CallPlan) or not task.plan.has_replicated:
+                continue
+            for leaf in task.leaves():
+                if _is_replicated(leaf):
+                    if id(leaf) not in numbers:
+                        numbers[id(leaf)] = len(tensors)
+                        tensors.append(leaf)
+                    places.append(numbers[id(leaf)])
+        return cls(tensors, places)
+
+    def layout(self) -> tuple[Any, ...]:
+        """Return a key that is equal where the same graph fits."""
+        return (*self.places, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors))
+
+
+class CapturedStage:
+    """One copy of the graphs of a stage: of the forward, the backward and, if it is split, the gradients of weights.
+
+    Args:
+        mb: A microbatch like those that will run; its values are not used.
+        number: The stage.
+        is_split: Whether gradients of weights are a graph of their own.
+        modules: The attributes of modules.
+        stream: The stream on which graphs are captured.
+
+    Attributes:
+        root_gradients: Memory for the gradients of outputs, by value.
+    """
+
+    def __init__(
+        self, mb: Microbatch, number: int, is_split: bool, modules: ModuleState, stream: torch.cuda.Stream
+    ) -> None:
+        graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
+        tasks = [mb.recording.tasks[task] for task in stage.tasks]
+        replicated = Replicated.of(tasks)
+        self._replicated = [Buffer.like(tensor) for tensor in replicated.tensors]
+        self._layout = replicated.layout()
+        self._inputs: dict[int, Buffer] = {}
+        leaves: dict[int, torch.Tensor] = {}
+        for value in (value for values in stage.inputs.values() for value in values):
+            meta = graph.values[value].meta
+            self._inputs[value] = Buffer(meta.shape, meta.stride, meta.dtype, meta.device)
+            leaves[value] = self._inputs[value].tensor.detach().requires_grad_(meta.requires_grad)
+        found: dict[int, torch.Tensor] = {}
+        #: Values to which the body still refers when it has ended.
+        self._kept: dict[int, torch.Tensor] = {}
+        places = iter(replicated.places)
+        tasks = [self._with_buffers(task, places) for task in tasks]
+
+        def forward() -> None:
+            env = dict(leaves)
+            with GradAutocastState(modules) as grad_autocast:
+                for task in tasks:
+                    grad_autocast.enter(task)
+                    assert isinstance(task.plan, CallPlan), "checked by `_obstacle`"
+                    run_planned(task, task.plan, env)
+            found.update((value, env[value]) for value in stage.exports)
+            kept = (value for value in mb.recording.retained.by_value if value in env)
+            self._kept.update((value, env[value].detach()) for value in kept)
+
+        self._forward = self._capture(forward)
+        self._exports = {value: tensor.detach() for value, tensor in found.items()}
+        wanted = set(stage.backward_roots).union(*(graph.gradients(number, other) for other in stage.outputs))
+        roots = {value: found[value] for value in stage.exports if value in wanted and found[value].requires_grad}
+        with torch.no_grad():
+            self.root_gradients = {value: torch.zeros_like(tensor) for value, tensor in roots.items()}
+        weights = torch.classes.smd.WeightGradients(
+            list(roots.values()), [leaf for leaf in leaves.values() if leaf.requires_grad]
+        )
+
+        def backward() -> None:
+            inputs = weights.begin(is_split) if weights.size() else None
+            mixed: Any = list(roots.values())
+            torch.autograd.backward(mixed, list(self.root_gradients.values()), inputs=inputs)
+            if is_split:
+                weights.end()
+
+        self._backward = self._capture(backward) if roots else None
+        self._weights = self._capture(weights.run) if is_split and weights.size() else None
+        #: Of inputs on which no root depends, zeros.
+        self._input_gradients = {
+            value: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for value, leaf in leaves.items()
+            if leaf.requires_grad
+        }
+
+    def _with_buffers(self, task: Task, places: Iterable[int]) -> Task:
+        """Return the task with the buffers of the graph in place of its replicated tensors."""
+        if not isinstance(task.plan, CallPlan) or not task.plan.has_replicated:
+            return task
+        numbers = iter(places)
+        copy = task.copy()
+        copy.outputs = task.outputs
+        copy.replace_leaves(lambda leaf: self._replicated[next(numbers)].tensor if _is_replicated(leaf) else leaf)
+        return copy
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Threads of this library and of NCCL query events meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+    def misfit(self, mb: Microbatch, number: int, replicated: Replicated) -> str | None:
+        """Return why the graph does not fit a microbatch; ``None`` if it does."""
+        if replicated.layout() != self._layout:
+            return "it passes tensors with other strides, or shares them in another way"
+        tasks = mb.recording.tasks
+        computed = {value.index for task in mb.stage_graph.stages[number].tasks for value in tasks[task].outputs}
+        if not self._kept.keys() >= computed & mb.recording.retained.by_value.keys():
+            return "the body refers to other tensors when it has ended"
+        return None
+
+    def forward(
+        self, mb: Microbatch, inputs: Mapping[int, torch.Tensor], replicated: Replicated
+    ) -> dict[int, torch.Tensor]:
+        """Run the forward; return the exports."""
+        for value, buffer in self._inputs.items():
+            buffer.fill(inputs[value])
+        for buffer, tensor in zip(self._replicated, replicated.tensors, strict=True):
+            buffer.fill(tensor)
+        self._forward.replay()
+        # Copies, because messages may still read them when the next microbatch runs.
+        exports = {value: tensor.clone() for value, tensor in self._exports.items()}
+        for value, retained in mb.recording.retained.by_value.items():
+            if value in self._kept and retained.tensor is None:
+                retained.tensor = exports[value] if value in exports else self._kept[value].clone()
+        return exports
+
+    def backward(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Run the backward, or its first part; return the gradients of the inputs."""
+        for value, memory in self.root_gradients.items():
+            if value in gradients:
+                memory.copy_(gradients[value])
+            else:
+                memory.zero_()
+        if self._backward is not None:
+            self._backward.replay()
+        return {value: found.clone() for value, found in self._input_gradients.items()}
+
+    def weight_part(self) -> None:
+        """Compute the gradients of weights, if they are a graph of their own."""
+        if self._weights is not None:
+            self._weights.replay()
+
+
+class StageCapture:
+    """The captured stages of this rank.
+
+    Args:
+        modules: The attributes of modules.
+    """
+
+    def __init__(self, modules: ModuleState) -> None:
+        self._modules = modules
+        self._key: Any = None
+        #: Stages of which the user was told that some microbatch ran without graphs.
+        self._misfits: set[int] = set()
+        self._stages: dict[int, list[CapturedStage]] = {}
+        self._free: dict[int, list[CapturedStage]] = {}
+        #: Parameters to whose gradients graphs add, with these gradients.
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin_step(
+        self, key: Any, actions: Sequence[Action], mb: Microbatch, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Capture the stages of a program, unless they are (CAPTURE-2), and let gradients begin (CAPTURE-3).
+
+        Args:
+            key: Equal for equal programs.
+            actions: The program of this rank.
+            mb: The first microbatch of the step.
+            parameters: The parameters and buffers of all ranks.
+        """
+        own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
+        numbers = sorted({action[1] for action in actions if action[0] == "F"})
+        stages = [mb.stage_graph.stages[number] for number in numbers]
+        called = [mb.recording.tasks[task].module for stage in stages for task in stage.tasks]
+        key = (key, _state(each for each in called if each is not None), tuple(map(_address, own)))
+        if key != self._key:
+            self._key = None
+            self._stages.clear()
+            self._free.clear()
+            self._gradients.clear()
+            self._capture(numbers, actions, mb, own)
+            self._key = key
+        self._free = {number: list(copies) for number, copies in self._stages.items()}
+        for parameter, gradient in self._gradients:
+            if parameter.grad is gradient:
+                continue
+            if parameter.grad is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+    def _capture(
+        self, numbers: Iterable[int], actions: Sequence[Action], mb: Microbatch, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        # All stages, so that all ranks come to the same result.
+        for number, stage in enumerate(mb.stage_graph.stages):
+            reason = _obstacle(mb.stage_graph, number, mb.recording) if stage.has_backward else None
+            if reason is not None:
+                warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+                return
+        splits = {
+            number: any(action[0] == "I" and action[1] == number for action in actions)
+            for number in numbers
+            if mb.stage_graph.stages[number].has_backward
+        }
+        # The first capture finds the parameters that get a gradient.
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._captured(splits, dict.fromkeys(splits, 1), mb)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            is_trained = parameter.grad is not None
+            parameter.grad = gradient
+            if is_trained:
+                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+                self._gradients.append((parameter, parameter.grad))
+        self._stages = self._captured(splits, {number: _most_active(actions, number) for number in splits}, mb)
+
+    def _captured(
+        self, splits: Mapping[int, bool], copies: Mapping[int, int], mb: Microbatch
+    ) -> dict[int, list[CapturedStage]]:
+        stream = torch.cuda.Stream()
+        stages: dict[int, list[CapturedStage]] = {}
+        for number, is_split in splits.items():
+            try:
+                stages[number] = [
+                    CapturedStage(mb, number, is_split, self._modules, stream) for _ in range(copies[number])
+                ]
+            except RuntimeError as error:
+                tasks = mb.stage_graph.stages[number].tasks
+                first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
+                raise SMPUnsupportedError(
+                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {error}"
+                ) from error
+        return stages
+
+    def take(self, mb: Microbatch, number: int) -> tuple[CapturedStage, Replicated] | None:
+        """Return a free copy of a stage's graphs for a microbatch, and the microbatch's replicated tensors.
+
+        ``None`` if the stage has no graphs, or if they do not fit the microbatch: then it runs without them.
+        """
+        free = self._free.get(number)
+        if not free:
+            return None
+        replicated = Replicated.of(mb.recording.tasks[task] for task in mb.stage_graph.stages[number].tasks)
+        reason = free[-1].misfit(mb, number, replicated)
+        if reason is None:
+            return free.pop(), replicated
+        if number not in self._misfits:
+            self._misfits.add(number)
+            warnings.warn(
+                f"stage {number} of microbatch {mb.recording.microbatch} runs without its CUDA graph: {reason} than "
+                "the microbatch with which it was captured",
+                stacklevel=script_level(),
+            )
+        return None
+
+    def release(self, number: int, stage: CapturedStage) -> None:
+        """Give a copy back when the microbatch no longer needs it."""
+        self._free[number].append(stage)
+
+
+def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | None:
+    """Return why a stage cannot be captured; ``None`` if it can."""
+    stage = graph.stages[number]
+    if graph.without_graph:
+        return "the body takes a view of a tensor without gradients and trains with it"
+    if graph.written:
+        return "a task writes to a tensor in place"
+    if not recording.detach_outputs:
+        return "the step's outputs keep their graph (`detach_outputs=False`)"
+    for value in (value for values in stage.inputs.values() for value in values):
+        if graph.values[value].home is not None:
+            return f"the buffer or parameter `{graph.values[value].home}` is used on another partition"
+    for task in (recording.tasks[each] for each in stage.tasks):
+        if task.plan is None:
+            task.plan = CallPlan.of(task)
+        if isinstance(getattr(task.call, "__self__", None), RetainedTensor):
+            return "the body uses a tensor of an earlier step"
+        if not isinstance(task.plan, CallPlan):
+            return f"`{task.name}` changes its arguments, or takes a parameter as an argument"
+        for leaf in task.leaves():
+            if _is_replicated(leaf) and leaf.device.type != "cuda":
+                return f"`{task.name}` takes a tensor on the {leaf.device.type}"
+            if _is_replicated(leaf) and leaf.requires_grad:
+                return f"`{task.name}` takes a tensor of the body that requires a gradient"
+        spec = task.known_spec
+        for path, name in (*spec.attributes, *spec.plain_attributes):
+            return f"`{task.name}` sets the attribute `{name}` of its module `{path}`"
+        if spec.changed_state:
+            return f"`{task.name}` changes a list, a dictionary or a tensor in an attribute"
+        if task.module is not None:
+            reason = _hook_of(task.module, task.name)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _hook_of(called: nn.Module, name: str) -> str | None:
+    """Return which hook of a module a graph would not call."""
+    for path, module in called.named_modules():
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"the module `{path}` of `{name}` has a hook, which a graph would not call"
+    for path, parameter in called.named_parameters():
+        if isinstance(parameter, MetaParameter):
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter `{path}` of `{name}` has a hook on its gradient, which a graph would not call"
+    return None
+
+
+def _is_replicated(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, UnreadTensor)
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, bool]:
+    return tensor.data_ptr(), tensor.requires_grad
+
+
+def _most_active(actions: Sequence[Action], number: int) -> int:
+    """Return the number of microbatches of a stage that are between its forward and the end of its backward."""
+    counts: collections.Counter[str] = collections.Counter()
+    most = 0
+    for kind, stage, *_ in actions:
+        if stage == number and kind in ("F", "B", "W"):
+            counts["active"] += 1 if kind == "F" else -1
+            most = max(most, counts["active"])
+    return most
+
+
+def _state(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Return what a graph of the modules depends on besides parameters and buffers: attributes and hooks."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for module in (part for each in modules for part in each.modules()):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found += [len(getattr(module, hooks)) for hooks in _HOOKS]
+        for name, item in vars(module).items():
+            if isinstance(item, _ATOMS):
+                found.append((name, item))
+            elif isinstance(item, torch.Tensor):
+                found.append((name, item.data_ptr()))
+            elif isinstance(item, tuple):
+                found.append((name, repr(item)))
+            elif not name.startswith("_"):
+                found.append((name, id(item), len(item) if isinstance(item, (list, dict, set)) else 0))
+    return tuple(found)

@@ -1,0 +1,167 @@
+"""The option `cuda_graphs`: losses and gradients have the bits of a pipeline without graphs; what a graph would not
+notice is noticed, and what it cannot contain is named.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support import devices, run_ranks
+from support.devices import needs_one
+
+pytestmark = [pytest.mark.timeout(280), needs_one]
+
+#: Models whose stages are captured, and models that have a reason against it.
+CAPTURED = ("mlp", "nested", "skip", "tied", "two_by_two", "resnet18", "gpt2", "t5")
+OTHERS = {
+    "dropout": "modules draw random numbers",
+    "asking": "it reads values in its body",
+    "in_place": "a task writes to a tensor in place",
+}
+
+
+def _device():
+    import torch
+
+    torch.cuda.set_device(devices.own())
+    torch.set_default_dtype(torch.float64)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _train(name, schedule, looped, graphs, device, change=None):
+    """Trains for six steps; returns losses and gradients of each step, the number of graphs, and the warnings."""
+    import warnings
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from support.models import MODELS
+
+    smp.init(
+        {
+            "partitions": 2,
+            "microbatches": 4,
+            "pipeline": schedule,
+            "auto_partition": False,
+            "default_partition": 0,
+            "cuda_graphs": graphs,
+        }
+    )
+    torch.manual_seed(7)
+    case = MODELS[name]()
+    rows = 4 if looped and len(case.pieces) >= 4 else 2
+    for place, piece in enumerate(case.pieces):
+        place = case.together[0] if place in case.together else place
+        smp.set_partition(piece, place * rows // len(case.pieces) % 2)
+    model = smp.DistributedModel(case.model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+
+    @smp.step
+    def step(model, *batch):
+        outputs = case.body(model, *batch)
+        model.backward(outputs[0])
+        return outputs[0]
+
+    seen = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            # Gradients of two steps add up once, and are zeros instead of `None` once.
+            if number != 4:
+                optimizer.zero_grad(set_to_none=number != 3)
+            if change is not None and number == 4:
+                change(case)
+            losses = step(model, *(each.to(device) for each in case.batch(number)))
+            seen[number] = torch.stack(list(losses)).clone()
+            for path, parameter in model.local_named_parameters():
+                seen[number, path] = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.step()
+    capture = model.pipeline._capture
+    count = 0 if capture is None else sum(map(len, capture._stages.values()))
+    smp.shutdown()
+    return seen, count, [str(each.message) for each in caught]
+
+
+def _same(one, other):
+    import torch
+
+    if one.keys() != other.keys():
+        return False
+    pairs = [(tensor, other[key]) for key, tensor in one.items()]
+    return all(
+        mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+        for mine, theirs in pairs
+    )
+
+
+def _equality_body():
+    import torch
+
+    device = _device()
+    # Sums of several thread blocks have no fixed order otherwise.
+    torch.backends.cudnn.deterministic = True
+    failed = []
+    for schedule, looped in (("interleaved", False), ("zero_bubble", True)):
+        for name in CAPTURED:
+            alone, _, _ = _train(name, schedule, looped, False, device)
+            captured, count, texts = _train(name, schedule, looped, True, device)
+            if count == 0:
+                failed.append(f"{name}, {schedule}: no graphs, {[each for each in texts if 'graph' in each]}")
+            elif not _same(alone, captured):
+                failed.append(f"{name}, {schedule}: other numbers with {count} graphs")
+    return failed
+
+
+def test_losses_and_gradients_are_those_without_graphs():
+    pytest.importorskip("transformers")
+    assert run_ranks(_equality_body, 2, timeout=250) == [[]] * 2
+
+
+def _reasons_body():
+    device = _device()
+    failed = []
+    for name, reason in OTHERS.items():
+        alone, _, _ = _train(name, "interleaved", False, False, device)
+        other, count, texts = _train(name, "interleaved", False, True, device)
+        told = [each for each in texts if "`cuda_graphs` has no effect" in each and reason in each]
+        if count or len(told) != 1 or not _same(alone, other):
+            failed.append((name, count, texts))
+    return failed
+
+
+def test_steps_without_graphs_say_why_once():
+    assert run_ranks(_reasons_body, 2, timeout=120) == [[]] * 2
+
+
+def _changes_body():
+    import torch
+
+    device = _device()
+    calls = []
+
+    def scale(case):
+        for piece in case.pieces:
+            for module in piece.modules():
+                if isinstance(module, torch.nn.LayerNorm):
+                    module.eps = 0.5
+
+    def hook(case):
+        for piece in case.pieces:
+            for module in piece.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_hook(lambda *arguments: calls.append(1))
+
+    failed = []
+    for change, is_captured in ((scale, True), (hook, False)):
+        alone, _, _ = _train("gpt2", "interleaved", False, False, device, change)
+        expected, calls[:] = len(calls), []
+        other, count, texts = _train("gpt2", "interleaved", False, True, device, change)
+        if not _same(alone, other) or len(calls) != expected or (count > 0) != is_captured:
+            failed.append((change.__name__, count, len(calls), expected, [each for each in texts if "graph" in each]))
+        calls.clear()
+    return failed
+
+
+def test_changed_attributes_and_new_hooks_are_noticed():
+    pytest.importorskip("transformers")
+    assert run_ranks(_changes_body, 2, timeout=120) == [[]] * 2
