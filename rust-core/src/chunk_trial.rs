@@ -10,6 +10,8 @@
 
 use std::num::NonZeroU32;
 
+use crate::trials::median;
+
 /// More chunks than this leave too little work for a device in each.
 const MOST_CHUNKS: u32 = 4;
 /// Steps before the trial, which run undivided: they allocate memory and compile.
@@ -85,12 +87,7 @@ impl ChunkTrial {
 
     /// The median time of each candidate in seconds, in the order of their numbers of chunks.
     pub fn medians(&self) -> Vec<f32> {
-        let median = |times: &Vec<f32>| {
-            let mut sorted = times.clone();
-            sorted.sort_by(f32::total_cmp);
-            sorted.get(sorted.len() / 2).copied().unwrap_or(f32::INFINITY)
-        };
-        self.times.iter().map(median).collect()
+        self.times.iter().map(|times| median(times).unwrap_or(f32::INFINITY)).collect()
     }
 
     /// Ends the trial. `sums` are the sums of [`Self::medians`] over the ranks, and the same on all of them (TRIAL-1).

@@ -45,6 +45,7 @@ pub mod smp_config;
 mod sync;
 pub mod trace;
 pub mod transport;
+mod trials;
 pub mod world;
 
 pub use error::{Error, Result};

@@ -17,6 +17,8 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use crate::trials::{Trials, split_mix64};
+
 /// The depths; the first one is used before any measurement.
 const DEPTHS: [usize; 3] = [6, 2, 12];
 /// The largest one.
@@ -48,53 +50,32 @@ pub(crate) struct DepthChooser {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct DepthTrials {
-    /// A position in [`DEPTHS`].
-    chosen: usize,
     calls: u64,
-    /// For each depth the newest times of a reduction in seconds, and the number of times so far.
-    times: [[f32; TIMES]; DEPTHS.len()],
-    measured: [usize; DEPTHS.len()],
-}
-
-/// A number that looks random, from a counter (SplitMix64).
-fn mix(counter: u64) -> u64 {
-    let mut word = counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
+    /// The times of a reduction in seconds, for each of [`DEPTHS`].
+    trials: Trials<{ DEPTHS.len() }, TIMES>,
 }
 
 impl DepthTrials {
     /// Counts a reduction; returns the position of its depth.
     fn next(&mut self) -> usize {
-        let random = mix(self.calls);
         self.calls += 1;
-        let open: Vec<usize> = (0..DEPTHS.len()).filter(|depth| self.measured[*depth] < TIMES).collect();
+        let random = split_mix64(0, self.calls);
+        let open: Vec<usize> = (0..DEPTHS.len()).filter(|depth| self.trials.is_open(*depth)).collect();
         if !open.is_empty() {
             return open[(random % open.len() as u64) as usize];
         }
         match random % CALLS_PER_TRIAL {
             0 => (random / CALLS_PER_TRIAL % DEPTHS.len() as u64) as usize,
-            _ => self.chosen,
+            _ => self.trials.chosen(),
         }
     }
 
     fn add(&mut self, depth: usize, time: f32) {
-        self.times[depth][self.measured[depth] % TIMES] = time;
-        self.measured[depth] += 1;
-        if self.measured.iter().any(|count| *count < TIMES) {
-            return;
-        }
-        let median = |times: &[f32; TIMES]| {
-            let mut times = *times;
-            times.sort_by(f32::total_cmp);
-            times[TIMES / 2]
-        };
-        let medians = self.times.each_ref().map(median);
-        let best = (0..DEPTHS.len()).min_by(|one, other| medians[*one].total_cmp(&medians[*other])).unwrap_or_default();
-        if medians[best] < SWITCH_RATIO * medians[self.chosen] {
-            tracing::debug!(pieces = DEPTHS[best], ?medians, "another number of pieces in flight is faster");
-            self.chosen = best;
+        self.trials.add(depth, time);
+        let medians = self.trials.medians();
+        if self.trials.switch(medians, SWITCH_RATIO) {
+            let pieces = DEPTHS[self.trials.chosen()];
+            tracing::debug!(pieces, ?medians, "another number of pieces in flight is faster");
         }
     }
 }
@@ -150,7 +131,7 @@ mod tests {
             let depth = trials.next();
             trials.add(depth, time(DEPTHS[depth]));
         }
-        DEPTHS[trials.chosen]
+        DEPTHS[trials.trials.chosen()]
     }
 
     #[test]
@@ -172,7 +153,7 @@ mod tests {
         run(&mut trials, FIRST, |_| 1.0);
         trials.add(0, 50.0);
         trials.add(0, 50.0);
-        assert_eq!(trials.chosen, 0);
+        assert_eq!(trials.trials.chosen(), 0);
     }
 
     #[test]
@@ -195,7 +176,7 @@ mod tests {
                 trials.add(depth, 1.0 + 0.1 * (call % cycle) as f32 / cycle as f32);
             }
             assert!(seen.iter().flatten().all(|seen| *seen), "{cycle}: {seen:?}");
-            assert_eq!(trials.chosen, 0, "{cycle}");
+            assert_eq!(trials.trials.chosen(), 0, "{cycle}");
         }
     }
 
@@ -214,7 +195,10 @@ mod tests {
             assert_eq!(timer.pieces(), DEPTHS[0]);
         }
         assert!(chooser.trials.lock().is_empty());
-        let measured = |results| chooser.trials.lock()[&size(results)].measured.iter().sum::<usize>();
+        let measured = |results| {
+            let trials = chooser.trials.lock()[&size(results)].trials;
+            (0..DEPTHS.len()).map(|depth| trials.measured(depth)).sum::<usize>()
+        };
         let timer = chooser.begin(size(MIN_RESULTS));
         (1..MIN_RESULTS).for_each(|_| timer.note_result());
         assert_eq!(measured(MIN_RESULTS), 0);

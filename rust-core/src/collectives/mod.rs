@@ -27,6 +27,7 @@ mod depth;
 pub(crate) mod kernels;
 mod point_to_point;
 pub mod reference;
+pub(crate) mod result_stores;
 pub mod rows;
 mod stores;
 pub mod window;
@@ -39,6 +40,7 @@ pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub(crate) use cuda::SplitColor;
 use depth::DepthChooser;
+use result_stores::ResultStores;
 pub use rows::MakeOutputs;
 use stores::StoreChooser;
 pub use window::Window;
@@ -206,6 +208,8 @@ pub(crate) struct Group<'a> {
     members: &'a Members,
     /// How members write the chunks that peers read.
     stores: &'a StoreChooser,
+    /// How this member writes its results.
+    results: &'a ResultStores,
     /// How many pieces this member has in flight between hosts.
     depths: &'a DepthChooser,
     wait: Wait<'a>,

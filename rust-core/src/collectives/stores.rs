@@ -21,6 +21,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use crate::bulk_copy;
+use crate::trials::Trials;
 
 /// Kinds of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +33,7 @@ pub(crate) enum Stores {
 }
 
 impl Stores {
-    const ALL: [Stores; 2] = [Stores::Ordinary, Stores::Streaming];
+    pub(super) const ALL: [Stores; 2] = [Stores::Ordinary, Stores::Streaming];
 }
 
 /// Copies bytes to memory that peers read.
@@ -60,6 +61,8 @@ const CHUNKS_PER_FIRST_TRIAL: u64 = 2;
 const TRIAL_PART: usize = 8;
 /// Smaller trials would measure the clock.
 const SMALLEST_TRIAL_BYTES: usize = 4 << 10;
+/// Times that are kept of each kind.
+const TIMES: usize = 3;
 /// The other kind is chosen if it needs less than this part of the time.
 const WORTHWHILE: f32 = 0.9;
 
@@ -80,20 +83,12 @@ impl Default for StoreChooser {
 }
 
 /// The trials of one class of calls.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct StoreTrials {
-    chosen: Stores,
     /// The number of chunks so far.
     chunks: u64,
-    /// For each kind the newest times, in nanoseconds for each byte of a chunk, and the number of times so far.
-    times: [[f32; 3]; 2],
-    measured: [usize; 2],
-}
-
-impl Default for StoreTrials {
-    fn default() -> Self {
-        Self { chosen: Stores::Ordinary, chunks: 0, times: [[0.0; 3]; 2], measured: [0; 2] }
-    }
+    /// The times of [`Stores::ALL`], in nanoseconds for each byte of a chunk.
+    trials: Trials<2, TIMES>,
 }
 
 impl StoreTrials {
@@ -101,34 +96,19 @@ impl StoreTrials {
     fn next(&mut self) -> Option<Stores> {
         let chunk = self.chunks;
         self.chunks += 1;
-        let warm = 2 * self.times[0].len() as u64 * CHUNKS_PER_FIRST_TRIAL;
+        let warm = 2 * TIMES as u64 * CHUNKS_PER_FIRST_TRIAL;
         let every = if chunk < warm { CHUNKS_PER_FIRST_TRIAL } else { CHUNKS_PER_TRIAL };
         chunk.is_multiple_of(every).then(|| Stores::ALL[(chunk / every % 2) as usize])
     }
 
-    fn add(&mut self, stores: Stores, time: f32) {
-        let measured = &mut self.measured[stores as usize];
-        let times = &mut self.times[stores as usize];
-        times[*measured % times.len()] = time;
-        *measured += 1;
-    }
-
-    /// For each kind the median time, or NaN before there are enough.
-    fn medians(&self) -> [f32; 2] {
-        Stores::ALL.map(|stores| {
-            let mut times = self.times[stores as usize];
-            times.sort_by(f32::total_cmp);
-            if self.measured[stores as usize] < times.len() { f32::NAN } else { times[times.len() / 2] }
-        })
+    fn chosen(&self) -> Stores {
+        Stores::ALL[self.trials.chosen()]
     }
 
     /// Chooses by the medians of the slowest members.
     fn choose(&mut self, slowest: [f32; 2]) {
-        let other = Stores::ALL[1 - self.chosen as usize];
-        // Not if one is NaN.
-        if slowest[other as usize] < WORTHWHILE * slowest[self.chosen as usize] {
-            tracing::debug!(stores = ?other, ?slowest, "ranks write shared memory with other stores");
-            self.chosen = other;
+        if self.trials.switch(slowest, WORTHWHILE) {
+            tracing::debug!(stores = ?self.chosen(), ?slowest, "ranks write shared memory with other stores");
         }
     }
 }
@@ -153,7 +133,7 @@ impl StoreChooser {
         if let Some(class) = size_class(call_bytes).filter(|_| self.has_choice) {
             let mut classes = self.classes.lock();
             let trials = &mut classes[purpose as usize][class];
-            chunk.chosen = trials.chosen;
+            chunk.chosen = trials.chosen();
             chunk.trial = trials.next().map(|stores| StoreTrial { stores, nanoseconds: Cell::new(0) });
         }
         chunk
@@ -162,7 +142,8 @@ impl StoreChooser {
     /// The times of this member's trials, to be published with a call.
     pub(crate) fn times(&self, purpose: Purpose, call_bytes: usize) -> u64 {
         let class = size_class(call_bytes);
-        let medians = class.map_or([f32::NAN; 2], |class| self.classes.lock()[purpose as usize][class].medians());
+        let medians =
+            class.map_or([f32::NAN; 2], |class| self.classes.lock()[purpose as usize][class].trials.medians());
         medians.iter().rev().fold(0, |word, median| word << 32 | u64::from(median.to_bits()))
     }
 
@@ -180,7 +161,7 @@ impl StoreChooser {
     /// The present choice for calls of this size.
     #[cfg(test)]
     pub(crate) fn chosen(&self, purpose: Purpose, call_bytes: usize) -> Stores {
-        size_class(call_bytes).map_or(Stores::Ordinary, |class| self.classes.lock()[purpose as usize][class].chosen)
+        size_class(call_bytes).map_or(Stores::Ordinary, |class| self.classes.lock()[purpose as usize][class].chosen())
     }
 
     /// Begins again: after calls that differ, members may have counted differently (STORES-1).
@@ -237,7 +218,7 @@ impl ChunkStores<'_> {
     pub(crate) fn finish(self) {
         if let (Some(trial), Some(class)) = (self.trial, size_class(self.call_bytes)) {
             let time = trial.nanoseconds.get() as f32 / self.bytes.max(1) as f32;
-            self.chooser.classes.lock()[self.purpose as usize][class].add(trial.stores, time);
+            self.chooser.classes.lock()[self.purpose as usize][class].trials.add(trial.stores as usize, time);
         }
     }
 }

@@ -414,8 +414,9 @@ impl NamedHandle {
     fn drive_in_turn(&self, transport: &dyn Transport) -> bool {
         let shared = &*self.shared;
         let end = Instant::now() + DRIVE_TIME;
-        let crowded = transport.members().size() > cores();
-        let mut backoff = Backoff::new();
+        let members = transport.members().size();
+        let new_wait = || Backoff::new(members, members <= cores());
+        let mut backoff = new_wait();
         loop {
             let seen = transport.doorbell();
             // After `drive` has counted this caller; see where it is stored.
@@ -434,10 +435,10 @@ impl NamedHandle {
                 None => None,
             };
             match turn {
-                Some(Ok((true, _))) => backoff = Backoff::new(),
+                Some(Ok((true, _))) => backoff = new_wait(),
                 // The thread that executes the operation completes it.
                 Some(Ok((false, false))) => return self.is_complete.load(Ordering::Acquire),
-                Some(Ok((false, true))) if backoff.pause(|| crowded) => {}
+                Some(Ok((false, true))) if backoff.pause(|| false) => {}
                 Some(Ok((false, true))) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Some(Err(error)) => {
                     let _ = shared.failure.set(error);

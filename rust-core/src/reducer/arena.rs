@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::BucketPlan;
 use super::plan::MAX_COPIES;
 use crate::collectives::Window;
+use crate::collectives::result_stores::ResultStores;
 
 /// A window that is divided into slots by a plan. A slot is free or leased to one tensor.
 #[derive(Debug)]
@@ -16,6 +17,8 @@ pub struct Arena {
     /// Offset of each parameter's first slot, and the distance between its slots.
     copies: usize,
     copy_bytes: usize,
+    /// How gradients are written to their slots. A large one may be written past the cache; see the note "results".
+    stores: ResultStores,
 }
 
 #[derive(Debug)]
@@ -39,7 +42,13 @@ impl Arena {
                 ArenaSlot { offset_bytes: slot.offset_bytes, bytes: slot.bytes, leased: Default::default() }
             })
             .collect();
-        Arc::new(Self { window, slots, copies: plan.copies(), copy_bytes: plan.copy_bytes() })
+        Arc::new(Self {
+            window,
+            slots,
+            copies: plan.copies(),
+            copy_bytes: plan.copy_bytes(),
+            stores: ResultStores::default(),
+        })
     }
 
     /// The memory.
@@ -106,8 +115,13 @@ impl SlotLease {
     /// # Safety
     /// As many bytes as the slot has are readable at `from`, and do not overlap the slot.
     pub unsafe fn fill(&mut self, from: *const u8) {
+        let (slot, bytes) = (self.ptr(), self.bytes());
+        let writer = self.arena.stores.begin(None, bytes);
         // SAFETY: the caller's promise; the lease is the only user of the slot (RED-3), which lies inside the window.
-        unsafe { super::copy::copy(self.ptr(), from, self.bytes()) }
+        unsafe {
+            writer.copy(from, slot, bytes);
+            writer.finish_copy(slot, bytes);
+        }
     }
 
     /// Fills the slot with zeros.

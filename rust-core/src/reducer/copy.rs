@@ -1,34 +1,10 @@
-//! Copies gradients on the CPU: into their slots, and to the spare range from which their bucket is reduced, and
-//! back.
+//! Copies gradients on the CPU to the spare range from which their bucket is reduced, and back, and converts their types.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::buffer::DType;
 use crate::bulk_copy;
-
-/// Copies of fewer bytes stay in the cache, from which the reduction reads them.
-const STREAM_BYTES: usize = 1 << 20;
-
-/// Copies `bytes` bytes from `from` to `to`.
-///
-/// A large gradient is written past the cache: ordinary stores read every cache line of the slot before they
-/// overwrite it, which adds half of the necessary memory traffic.
-///
-/// # Safety
-/// `from` is readable and `to` is writable for `bytes` bytes, and they do not overlap.
-pub unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
-    if bytes == 0 {
-        // An empty tensor may have a null pointer.
-        return;
-    }
-    if bytes >= STREAM_BYTES {
-        // SAFETY: the caller's promise.
-        return unsafe { bulk_copy::streaming(from, to, bytes) };
-    }
-    // SAFETY: the caller's promise.
-    unsafe { bulk_copy::ordinary(from, to, bytes) }
-}
 
 /// A copy of a gradient, which may convert its element type.
 #[derive(Clone, Copy, Debug)]
@@ -157,22 +133,5 @@ mod tests {
         assert_eq!(wire_dtype(DType::Float64, DType::Float16), DType::Float16);
         assert_eq!(wire_dtype(DType::BFloat16, DType::Float16), DType::BFloat16);
         assert_eq!(wire_dtype(DType::Complex64, DType::Float16), DType::Complex64);
-    }
-
-    #[test]
-    fn copies_every_byte_at_every_size_and_alignment() {
-        #[repr(align(64))]
-        struct Aligned([u8; STREAM_BYTES + 256]);
-        let source: Vec<u8> = (0..STREAM_BYTES + 256).map(|i| (i * 31 % 251) as u8).collect();
-        let mut target = Box::new(Aligned([0; STREAM_BYTES + 256]));
-        for (to, from, bytes) in
-            [(0, 0, 0), (0, 1, 100), (0, 3, STREAM_BYTES), (64, 5, STREAM_BYTES + 63), (1, 0, STREAM_BYTES + 1)]
-        {
-            target.0.fill(0);
-            // SAFETY: offsets and lengths lie inside the two arrays.
-            unsafe { copy(target.0.as_mut_ptr().add(to), source.as_ptr().add(from), bytes) };
-            assert_eq!(target.0[to..to + bytes], source[from..from + bytes]);
-            assert!(target.0[to + bytes..].iter().all(|&byte| byte == 0));
-        }
     }
 }

@@ -10,6 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use super::mailbox::{Header, Link, Mailbox, Messages};
 use super::shm::SharedMemory;
 use super::{Members, Transport};
+use crate::trials::split_mix64;
 
 /// Options of the mock.
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +32,8 @@ struct Wires {
     queues: Vec<VecDeque<MockFrame>>,
     doorbells: Vec<u32>,
     lost: Vec<bool>,
-    random: u64,
+    /// The number of random delays so far.
+    delays: u64,
 }
 
 struct Net {
@@ -63,7 +65,7 @@ impl MockTransport {
             queues: (0..size * size).map(|_| VecDeque::new()).collect(),
             doorbells: vec![0; size],
             lost: vec![false; size],
-            random: options.seed,
+            delays: 0,
         };
         let net = Arc::new(Net { size, options, wires: Mutex::new(wires), frames_changed: Condvar::new() });
         let ranks: Arc<[usize]> = (0..size).collect();
@@ -91,13 +93,9 @@ impl Link for MockLink {
         if wires.lost[to] || wires.lost[self.me] {
             return true;
         }
-        // SplitMix64, which is sufficient for irregular delays.
-        wires.random = wires.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = wires.random;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^= mixed >> 31;
-        let late = self.net.options.max_delay.mul_f64((mixed >> 11) as f64 / (1u64 << 53) as f64);
+        wires.delays += 1;
+        let random = split_mix64(self.net.options.seed, wires.delays);
+        let late = self.net.options.max_delay.mul_f64((random >> 11) as f64 / (1u64 << 53) as f64);
         let queue = &mut wires.queues[self.me * self.net.size + to];
         if queue.len() >= QUEUE_FRAMES {
             return false;

@@ -8,7 +8,6 @@
 //! - TRA-2: data from a peer is not trusted. Lengths, offsets and ids from a peer are validated before they are used,
 //!   so a corrupt peer can corrupt values but not memory safety.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -16,6 +15,7 @@ use crate::error::{Error, Limit, Result};
 use crate::metrics::Sleeps;
 use crate::world::{Departure, Monitor};
 
+mod backoff;
 pub mod hosts;
 mod mailbox;
 pub mod mock;
@@ -23,7 +23,9 @@ pub mod mpi;
 pub(crate) mod ports;
 pub mod shm;
 pub(crate) mod tcp;
+mod wake_up;
 
+pub(crate) use backoff::Backoff;
 pub use hosts::HostsTransport;
 pub use mailbox::{Message, Messages};
 pub use ports::Receiver;
@@ -239,18 +241,18 @@ pub(crate) struct MessagePause<'a> {
     transport: &'a dyn Transport,
     backoff: Backoff,
     receiver: Option<Receiver<'a>>,
-    crowded: bool,
 }
 
 impl<'a> MessagePause<'a> {
     pub(crate) fn new(transport: &'a dyn Transport) -> Self {
         // The peers' cores are not known, so spin only if every process has a core of its own.
-        let crowded = transport.members().size() > cores();
-        let mut backoff = Backoff::new();
-        if transport.hosts().is_some() {
-            backoff.spins = 0;
-        }
-        Self { transport, backoff, receiver: None, crowded }
+        let members = transport.members().size();
+        let backoff = match transport.hosts() {
+            // How many members are on this host does not show how many of the awaited ones are.
+            Some(_) => Backoff::new(1, false),
+            None => Backoff::new(members, members <= cores()),
+        };
+        Self { transport, backoff, receiver: None }
     }
 
     /// Waits briefly without sleeping; returns false when it is time to sleep.
@@ -262,90 +264,12 @@ impl<'a> MessagePause<'a> {
         if self.receiver.as_ref().is_some_and(Receiver::receive) && self.backoff.has_time() {
             return true;
         }
-        let crowded = self.crowded;
-        let again = self.backoff.pause(|| crowded);
+        let again = self.backoff.pause(|| false);
         if !again {
             // While it sleeps, the carrier's thread receives.
             self.receiver = None;
         }
         again
-    }
-}
-
-/// How a wait spends its time before it sleeps: it spins briefly, if that takes no core from the awaited processes,
-/// and then yields for a while, so that they can use this core.
-///
-/// Note "sleep is slow". A core without runnable threads halts, and waking it takes 20 us or more. One late wake-up
-/// makes the woken member late for the next synchronisation, for which the others then sleep. This pattern repeats,
-/// and doubled the time of pipelined operations. So yielding lasts longer than the steps of a pipeline differ.
-///
-/// Note "yield is slow". A thread that yields to one with other work gets its core back when that one's time slice
-/// ends, whatever happens meanwhile, but a thread that sleeps gets it back when it is woken. So after a yield of the
-/// length of a time slice, waits sleep at once for a while. At a load of 6 on 2 cores, an all-reduce of 25 MiB between
-/// hosts took 0.6 times as long as with yields only.
-pub(crate) struct Backoff {
-    spins: u32,
-    yields_since: Option<Instant>,
-}
-
-/// Some 20 us, about the cost of a sleep and a wake-up on both sides.
-const SPINS: u32 = 1024;
-/// Number of spins between two checks of which members share the core.
-const SPINS_PER_CORE_CHECK: u32 = 64;
-/// As long as many chunks take. With 4 processes on 2 cores, a tenth of it made all-reduces of 64 KiB to 4 MiB a
-/// quarter slower. Threads with work to do get the core at the first yield.
-const YIELD_TIME: Duration = Duration::from_millis(2);
-
-/// A yield of this length went to a thread with work of its own: longer than the steps between two waits, shorter
-/// than a time slice.
-const LONG_YIELD: Duration = Duration::from_millis(1);
-/// How long waits then sleep at once, in milliseconds: long enough that time slices lost to trials do not matter.
-const SLEEPING_MS: u64 = 100;
-
-/// Until when waits of this process sleep at once, in milliseconds since the first wait.
-static SLEEPS_UNTIL: AtomicU64 = AtomicU64::new(0);
-
-fn process_ms(now: Instant) -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    now.saturating_duration_since(*START.get_or_init(|| now)).as_millis() as u64
-}
-
-impl Backoff {
-    pub(crate) fn new() -> Self {
-        Self { spins: SPINS, yields_since: None }
-    }
-
-    /// Whether it is not yet time to sleep.
-    fn has_time(&mut self) -> bool {
-        let now = Instant::now();
-        now.saturating_duration_since(*self.yields_since.get_or_insert(now)) < YIELD_TIME
-    }
-
-    /// Waits briefly without sleeping; returns false when it is time to sleep. `shares_core` says whether an awaited
-    /// member may need the core of this thread.
-    pub(crate) fn pause(&mut self, shares_core: impl FnOnce() -> bool) -> bool {
-        if self.spins > 0 {
-            if self.spins.is_multiple_of(SPINS_PER_CORE_CHECK) && shares_core() {
-                self.spins = 0;
-                return true;
-            }
-            self.spins -= 1;
-            std::hint::spin_loop();
-            true
-        } else {
-            let start = Instant::now();
-            if start.saturating_duration_since(*self.yields_since.get_or_insert(start)) >= YIELD_TIME
-                || process_ms(start) < SLEEPS_UNTIL.load(Ordering::Relaxed)
-            {
-                return false;
-            }
-            std::thread::yield_now();
-            let end = Instant::now();
-            if end.saturating_duration_since(start) >= LONG_YIELD {
-                SLEEPS_UNTIL.store(process_ms(end) + SLEEPING_MS, Ordering::Relaxed);
-            }
-            true
-        }
     }
 }
 

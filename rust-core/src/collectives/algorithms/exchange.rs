@@ -2,9 +2,8 @@
 //! the barrier, which moves nothing. Sending members publish their blocks chunk by chunk in their shared memory, and
 //! receiving members copy them from there.
 
-use super::{Algorithm, SyncSteps, copy};
+use super::{Algorithm, SyncSteps};
 use crate::buffer::TensorView;
-use crate::bulk_copy;
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::stores::Purpose;
 use crate::collectives::{Group, Request};
@@ -15,8 +14,6 @@ pub(super) struct Exchange;
 
 /// Bytes that a member publishes in one step.
 const CHUNK_BYTES: usize = 256 << 10;
-/// From this size on, a member writes received blocks with streaming stores: they would not fit into its caches.
-const STREAM_BYTES: usize = 8 << 20;
 
 /// The blocks that one member sends and receives.
 struct ExchangePlan<'a> {
@@ -52,8 +49,7 @@ impl Algorithm for Exchange {
         let chunk = CHUNK_BYTES.min(memory.region_limit());
         let channel = if each { (chunk / size) & !63 } else { chunk };
         let received: usize = plan.receives.iter().flatten().map(TensorView::bytes).sum();
-        let copy_block: unsafe fn(*const u8, *mut u8, usize) =
-            if received >= STREAM_BYTES { stream_unless_same } else { copy };
+        let results = group.results.begin(Some(call.kind), received);
         // Bytes of the blocks, as far as all members know them before the first arrival.
         let known = match call.kind {
             Kind::Broadcast => call.bytes(),
@@ -83,7 +79,7 @@ impl Algorithm for Exchange {
                     }
                 }
             }
-            steps.sync()?;
+            results.wait(|| steps.sync())?;
             if start == 0 {
                 longest = longest_block(call, steps.calls.as_deref().unwrap_or_default());
             }
@@ -91,7 +87,7 @@ impl Algorithm for Exchange {
                 let length = from.bytes().saturating_sub(start).min(channel);
                 let (from, to) = (from.ptr().wrapping_add(start), to.ptr().wrapping_add(start));
                 // SAFETY: validation ensured equal lengths; they are the same memory or do not overlap.
-                unsafe { copy_block(from, to, length) };
+                unsafe { results.copy(from, to, length) };
             }
             for from in (1..size).map(|distance| (me + distance) % size) {
                 let Some(block) = &plan.receives[from] else { continue };
@@ -102,12 +98,13 @@ impl Algorithm for Exchange {
                     let to = block.ptr().wrapping_add(start + part.start);
                     // SAFETY: the range lies inside the own block; the channel lies inside the region and holds the
                     // sender's part of this phase (SHM-1).
-                    unsafe { copy_block(channel_of.add(part.start), to, part.len()) };
+                    unsafe { results.copy(channel_of.add(part.start), to, part.len()) };
                 });
             }
             stores.finish();
             start += channel;
         }
+        results.finish(plan.receives.iter().flatten());
         Ok(())
     }
 }
@@ -125,17 +122,6 @@ fn longest_block(call: &Call, calls: &[Call]) -> usize {
         }
     };
     elems.saturating_mul(call.dtype.size())
-}
-
-/// [`bulk_copy::streaming`] with the contract of [`copy`].
-///
-/// # Safety
-/// As there.
-unsafe fn stream_unless_same(from: *const u8, to: *mut u8, bytes: usize) {
-    if bytes > 0 && from != to.cast_const() {
-        // SAFETY: the caller's promise.
-        unsafe { bulk_copy::streaming(from, to, bytes) };
-    }
 }
 
 /// The blocks that this member sends and receives.

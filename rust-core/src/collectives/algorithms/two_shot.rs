@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use super::{Algorithm, SyncSteps, copy};
+use super::{Algorithm, SyncSteps};
 use crate::bulk_copy;
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::kernels::{self, Fold, FoldStage};
@@ -27,9 +27,6 @@ pub(super) struct TwoShot;
 /// Bytes of a chunk, for all members together: the data of its steps fits the second-level cache, even if members
 /// share one.
 const CHUNK_BYTES: usize = 256 << 10;
-
-/// Results of at least this size are written past the caches, which could not hold them.
-const STREAM_BYTES: usize = 8 << 20;
 
 impl Algorithm for TwoShot {
     fn name(&self) -> &'static str {
@@ -57,8 +54,7 @@ impl Algorithm for TwoShot {
             let part = length.div_ceil(size).next_multiple_of(64);
             start + (rank * part).min(length)..start + ((rank + 1) * part).min(length)
         };
-        let collect: unsafe fn(*const u8, *mut u8, usize) =
-            if bytes >= STREAM_BYTES { bulk_copy::streaming } else { copy };
+        let results = group.results.begin(Some(call.kind), if wants { bytes } else { 0 });
         let mut steps = SyncSteps::with_chunks(memory, call, group, Purpose::Reduce, bytes);
         let mut sources = vec![std::ptr::null(); size];
         // Regions of the last three chunks, by chunk, and how they are written.
@@ -93,13 +89,13 @@ impl Algorithm for TwoShot {
                             memory.arena(rank, inside + part.start).cast_const()
                         };
                     }
-                    let results = memory.results(me, inside + part.start);
+                    let shared = memory.results(me, inside + part.start);
                     let own = output.ptr().wrapping_add(range.start + part.start);
                     // The fold writes with ordinary stores, so for streaming ones the results are a second copy.
                     let streams = wants && kind == Stores::Streaming;
                     let outputs: &[*mut u8] = match (wants, streams) {
-                        (false, _) => &[results],
-                        (true, false) => &[results, own],
+                        (false, _) => &[shared],
+                        (true, false) => &[shared, own],
                         (true, true) => &[own],
                     };
                     let fold = Fold {
@@ -122,7 +118,7 @@ impl Algorithm for TwoShot {
                     unsafe { kernels::fold(&fold) };
                     if streams {
                         // SAFETY: the own result was just computed; the place for it in the results is as long.
-                        unsafe { bulk_copy::streaming(own, results, part.len()) };
+                        unsafe { bulk_copy::streaming(own, shared, part.len()) };
                     }
                 });
             }
@@ -137,16 +133,17 @@ impl Algorithm for TwoShot {
                         // range lies inside the output.
                         unsafe {
                             let from = memory.results(rank, inside + part.start);
-                            collect(from, output.ptr().add(range.start + part.start), part.len());
+                            results.copy(from, output.ptr().add(range.start + part.start), part.len());
                         }
                     });
                 }
                 stores.finish();
             }
             if step < chunks + 1 {
-                steps.sync()?;
+                results.wait(|| steps.sync())?;
             }
         }
+        results.finish([output].into_iter());
         Ok(())
     }
 }

@@ -194,6 +194,7 @@ impl GroupState {
             hosts: self.transport.hosts(),
             members,
             stores: &self.stores,
+            results: &self.results,
             depths: &self.depths,
             wait,
             id: self.id,

@@ -31,6 +31,7 @@ use crate::collectives::batch::PhaseListener;
 use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
 use crate::collectives::depth::DepthChooser;
 use crate::collectives::point_to_point::PointToPoint;
+use crate::collectives::result_stores::ResultStores;
 use crate::collectives::stores::StoreChooser;
 use crate::collectives::window::Window;
 use crate::collectives::{Overlap, Request};
@@ -77,6 +78,7 @@ struct GroupState {
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
     stores: StoreChooser,
+    results: ResultStores,
     depths: DepthChooser,
     made: Instant,
     /// When the running operation began, in nanoseconds after `made`, plus one; 0 if none runs.
@@ -119,6 +121,7 @@ impl Communicator {
             panicked,
             unsettled: AtomicBool::new(false),
             stores,
+            results: ResultStores::default(),
             depths: DepthChooser::default(),
             made: Instant::now(),
             entered: AtomicU64::new(0),

@@ -85,6 +85,7 @@ impl SharedMemory {
         monitor: &Monitor,
         timeout: Duration,
     ) -> Result<Arc<Self>> {
+        super::wake_up::measure_once();
         let start = Instant::now();
         let leader = members.ranks[0];
         let layout = SegmentLayout::new(members.size());
@@ -219,7 +220,7 @@ impl SharedMemory {
     /// Waits until every member has arrived at this member's phase.
     pub(crate) fn await_all(&self, wait: &Wait<'_>) -> Result<()> {
         let (arrivals, phase) = (self.arrivals(), self.phase());
-        let mut backoff = Backoff::new();
+        let mut backoff = Backoff::new(self.size(), true);
         let mut sleeps = Sleeps::default();
         loop {
             let Err(seen) = arrivals.poll(phase) else { return Ok(()) };

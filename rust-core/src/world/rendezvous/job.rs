@@ -20,6 +20,7 @@ use super::message::{
     HostsUpdated, Join, MAX_KEY, MAX_VALUE, RankAssignment, RankLocation, ToClient, ToServer, Welcome, shorten,
 };
 use crate::metrics::Snapshot;
+use crate::trials::split_mix64;
 use crate::world::Departure;
 
 /// Id of a connection; never reused.
@@ -426,12 +427,8 @@ impl Job {
 
     fn new_session(&mut self, size: usize) -> u64 {
         self.made += 1;
-        // SplitMix64 of a random seed: different for each session, with 63 bits, so that it fits every language's
-        // integers.
-        let mut id = self.seed.wrapping_add(self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        id = (id ^ (id >> 31)) >> 1;
+        // Of a random seed: different for each session, with 63 bits, so that it fits every language's integers.
+        let id = split_mix64(self.seed, self.made) >> 1;
         self.sessions.insert(
             id,
             JobSession {
