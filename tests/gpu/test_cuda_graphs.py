@@ -77,7 +77,7 @@ def _train(name, schedule, looped, graphs, device, change=None):
                 seen[number, path] = None if parameter.grad is None else parameter.grad.clone()
             optimizer.step()
     capture = model.pipeline._capture
-    count = 0 if capture is None else sum(map(len, capture._stages.values()))
+    count = 0 if capture is None else capture.num_graphs
     smp.shutdown()
     return seen, count, [str(each.message) for each in caught]
 

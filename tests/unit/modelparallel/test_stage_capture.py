@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from smdistributed.modelparallel import config  # noqa: E402
-from smdistributed.modelparallel.exceptions import SMPConfigError  # noqa: E402
+from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupportedError  # noqa: E402
 from smdistributed.modelparallel.torch.runtime import stage_capture  # noqa: E402
 
 
@@ -67,3 +70,101 @@ def test_state_of_modules_notices_attributes_and_hooks():
 def test_options_that_exclude_graphs_are_refused(other):
     with pytest.raises(SMPConfigError, match=f"`cuda_graphs` and `{next(iter(other))}` exclude each other"):
         config.read({"cuda_graphs": True, **other})
+
+
+class Step:
+    """A capture without a device: it counts, and `capturing` sets the gradients of `trained` parameters."""
+
+    def __init__(self, monkeypatch):
+        self.module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        self.parameters = dict(self.module.named_parameters())
+        self.trained = [self.module[0].weight, self.module[1].weight]
+        self.captured = 0
+        self.capture = stage_capture.StageCapture(None)
+        task = SimpleNamespace(module=self.module)
+        graph = SimpleNamespace(stages=[SimpleNamespace(tasks=[0], has_backward=True)])
+        self.mb = SimpleNamespace(stage_graph=graph, recording=SimpleNamespace(tasks=[task]))
+        self.actions = [("F", 0, 0, None), ("F", 0, 1, None), ("B", 0, 0, None), ("B", 0, 1, None)]
+        monkeypatch.setattr(stage_capture, "_obstacle", lambda *_: None)
+        monkeypatch.setattr(self.capture, "_captured", self.capturing)
+
+    def capturing(self, splits, copies, mb):
+        self.captured += 1
+        for parameter in self.trained:
+            # As autograd does while a graph is captured: only a missing gradient is new.
+            parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+        return {number: [object() for _ in range(copies[number])] for number in splits}
+
+    def begin(self, key="step"):
+        self.capture.begin_step(key, self.actions, self.mb, self.parameters)
+
+
+def test_gradients_begin_with_what_the_script_has_set(monkeypatch):
+    step = Step(monkeypatch)
+    weight, bias = step.module[0].weight, step.module[0].bias
+    weight.grad = torch.full_like(weight, 3.0)
+    step.begin()
+    memory = weight.grad
+    assert memory.eq(3).all()
+    assert bias.grad is None
+    assert step.module[1].weight.grad.eq(0).all()
+    assert step.capture.num_graphs == 2
+    weight.grad = None
+    step.begin()
+    assert weight.grad is memory
+    assert memory.eq(0).all()
+    weight.grad = torch.full_like(weight, 5.0)
+    step.begin("another step")
+    assert weight.grad is memory
+    assert memory.eq(5).all()
+    assert (step.captured, step.capture.num_graphs) == (4, 4)
+
+
+def test_a_failed_capture_leaves_gradients_as_they_were(monkeypatch):
+    step = Step(monkeypatch)
+    weight = step.module[0].weight
+    weight.grad = torch.full_like(weight, 3.0)
+
+    def fail(*_):
+        step.module[1].weight.grad = torch.ones(2)
+        raise SMPUnsupportedError("no")
+
+    monkeypatch.setattr(step.capture, "_captured", fail)
+    with pytest.raises(SMPUnsupportedError):
+        step.begin()
+    assert weight.grad.eq(3).all()
+    assert step.module[1].weight.grad is None
+
+
+def test_only_a_changed_module_is_captured_again_and_not_for_ever(monkeypatch):
+    step = Step(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in range(stage_capture._MAX_CAPTURES):
+            step.module[1].eps = 0.1 * change
+            for _ in range(3):
+                step.begin()
+    # Each capture finds the parameters first.
+    assert step.captured == 2 * stage_capture._MAX_CAPTURES
+    step.module[1].eps = 7.0
+    with pytest.warns(UserWarning, match="it runs without graphs now"):
+        step.begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.begin()
+    assert step.capture.num_graphs == 0
+    assert step.capture.take(step.mb, 0) is None
+
+
+def test_only_some_steps_have_graphs(monkeypatch):
+    step = Step(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for number in range(stage_capture._MAX_PROGRAMS):
+                step.begin(number)
+    captured = step.captured
+    with pytest.warns(UserWarning, match="different steps have graphs"):
+        step.begin("one more")
+    assert step.capture.take(step.mb, 0) is None
+    assert step.captured == captured == 2 * stage_capture._MAX_PROGRAMS

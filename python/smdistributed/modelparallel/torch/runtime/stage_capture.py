@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Steps that have graphs at the same time. Each keeps the memory of its activations.
+_MAX_PROGRAMS = 4
+#: A step whose modules change more often runs without graphs, because capturing takes longer than a step.
+_MAX_CAPTURES = 4
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -232,6 +236,23 @@ class CapturedStage:
             self._weights.replay()
 
 
+class _Program:
+    """The captured stages of one program.
+
+    Attributes:
+        state: What they depend on (CAPTURE-4).
+        stages: The copies of each stage; empty if the program runs without graphs.
+        gradients: Parameters to whose gradients the graphs add, with these gradients.
+        captures: How often the program was captured.
+    """
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.stages: dict[int, list[CapturedStage]] = {}
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.captures = 0
+
+
 class StageCapture:
     """The captured stages of this rank.
 
@@ -241,13 +262,17 @@ class StageCapture:
 
     def __init__(self, modules: ModuleState) -> None:
         self._modules = modules
-        self._key: Any = None
-        #: Stages of which the user was told that some microbatch ran without graphs.
-        self._misfits: set[int] = set()
-        self._stages: dict[int, list[CapturedStage]] = {}
+        self._programs: dict[Any, _Program] = {}
+        #: The copies that no microbatch of this step uses.
         self._free: dict[int, list[CapturedStage]] = {}
-        #: Parameters to whose gradients graphs add, with these gradients.
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Gradients by the id of their parameter; all programs add to the same ones.
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._warned: set[str] = set()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of captured copies of stages."""
+        return sum(len(copies) for program in self._programs.values() for copies in program.stages.values())
 
     def begin_step(
         self, key: Any, actions: Sequence[Action], mb: Microbatch, parameters: Mapping[str, torch.Tensor]
@@ -260,36 +285,54 @@ class StageCapture:
             mb: The first microbatch of the step.
             parameters: The parameters and buffers of all ranks.
         """
+        self._free = {}
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) == _MAX_PROGRAMS:
+                self._warn(
+                    f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have graphs, whose memory they keep; others, such "
+                    "as batches of another shape, run without"
+                )
+                return
+            program = self._programs[key] = _Program()
         own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
         numbers = sorted({action[1] for action in actions if action[0] == "F"})
-        stages = [mb.stage_graph.stages[number] for number in numbers]
-        called = [mb.recording.tasks[task].module for stage in stages for task in stage.tasks]
-        key = (key, _state(each for each in called if each is not None), tuple(map(_address, own)))
-        if key != self._key:
-            self._key = None
-            self._stages.clear()
-            self._free.clear()
-            self._gradients.clear()
-            self._capture(numbers, actions, mb, own)
-            self._key = key
-        self._free = {number: list(copies) for number, copies in self._stages.items()}
-        for parameter, gradient in self._gradients:
-            if parameter.grad is gradient:
-                continue
-            if parameter.grad is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(parameter.grad)
-            parameter.grad = gradient
+        called = [mb.recording.tasks[task].module for number in numbers for task in mb.stage_graph.stages[number].tasks]
+        state = (_state(each for each in called if each is not None), tuple(map(_address, own)))
+        if state != program.state:
+            program.stages, program.gradients = {}, []
+            if program.captures == _MAX_CAPTURES:
+                self._warn(
+                    f"`cuda_graphs`: attributes or hooks of modules, or addresses of parameters, have changed in "
+                    f"{_MAX_CAPTURES - 1} steps, and the step was captured again each time; it runs without graphs now"
+                )
+                return
+            program.captures += 1
+            self._capture(program, numbers, actions, mb, own)
+            program.state = state
+        self._free = {number: list(copies) for number, copies in program.stages.items()}
+        for parameter, gradient in program.gradients:
+            _begin_gradient(parameter, gradient)
+
+    def _warn(self, text: str) -> None:
+        """Warn once of each reason why a step runs without graphs."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=script_level())
 
     def _capture(
-        self, numbers: Iterable[int], actions: Sequence[Action], mb: Microbatch, parameters: Sequence[torch.Tensor]
+        self,
+        program: _Program,
+        numbers: Iterable[int],
+        actions: Sequence[Action],
+        mb: Microbatch,
+        parameters: Sequence[torch.Tensor],
     ) -> None:
         # All stages, so that all ranks come to the same result.
         for number, stage in enumerate(mb.stage_graph.stages):
             reason = _obstacle(mb.stage_graph, number, mb.recording) if stage.has_backward else None
             if reason is not None:
-                warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+                self._warn(f"`cuda_graphs` has no effect on this step: {reason}")
                 return
         splits = {
             number: any(action[0] == "I" and action[1] == number for action in actions)
@@ -300,14 +343,20 @@ class StageCapture:
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._captured(splits, dict.fromkeys(splits, 1), mb)
-        for parameter, gradient in zip(parameters, before, strict=True):
-            is_trained = parameter.grad is not None
-            parameter.grad = gradient
-            if is_trained:
-                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
-                self._gradients.append((parameter, parameter.grad))
-        self._stages = self._captured(splits, {number: _most_active(actions, number) for number in splits}, mb)
+        try:
+            self._captured(splits, dict.fromkeys(splits, 1), mb)
+        finally:
+            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        for parameter in trained:
+            known = self._gradients.get(id(parameter))
+            if known is None:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                known = self._gradients[id(parameter)] = parameter, gradient
+            _begin_gradient(*known)
+            program.gradients.append(known)
+        program.stages = self._captured(splits, {number: _most_active(actions, number) for number in splits}, mb)
 
     def _captured(
         self, splits: Mapping[int, bool], copies: Mapping[int, int], mb: Microbatch
@@ -339,18 +388,26 @@ class StageCapture:
         reason = free[-1].misfit(mb, number, replicated)
         if reason is None:
             return free.pop(), replicated
-        if number not in self._misfits:
-            self._misfits.add(number)
-            warnings.warn(
-                f"stage {number} of microbatch {mb.recording.microbatch} runs without its CUDA graph: {reason} than "
-                "the microbatch with which it was captured",
-                stacklevel=script_level(),
-            )
+        self._warn(
+            f"stage {number} of a microbatch runs without its CUDA graph: {reason} than the microbatch with which it "
+            "was captured"
+        )
         return None
 
     def release(self, number: int, stage: CapturedStage) -> None:
         """Give a copy back when the microbatch no longer needs it."""
         self._free[number].append(stage)
+
+
+def _begin_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let a parameter's gradient be the tensor to which graphs add, with the value that it has (CAPTURE-3)."""
+    if parameter.grad is gradient:
+        return
+    if parameter.grad is None:
+        gradient.zero_()
+    else:
+        gradient.copy_(parameter.grad)
+    parameter.grad = gradient
 
 
 def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | None:
