@@ -89,7 +89,7 @@ impl PairedTrials {
         }
         // The kinds begin a pair at random, because calls may repeat in a cycle, as in a training step.
         match call.checked_sub(self.pair) {
-            Some(place) => (Stores::ALL[(place + split_mix64(1, self.pair)) as usize % 2], true),
+            Some(place) => (Stores::ALL[(place ^ split_mix64(1, self.pair) & 1) as usize], true),
             None => (Stores::ALL[self.trials.chosen()], false),
         }
     }
@@ -120,15 +120,19 @@ fn size_class(bytes: usize) -> Option<u32> {
     Some((bytes / TIMED_BYTES).checked_ilog2()? / 2)
 }
 
-/// The kind for results of `bytes` bytes before there are measurements.
-fn first_guess(bytes: usize) -> Stores {
+/// The size of the last-level cache.
+fn cache_bytes() -> usize {
     static CACHE_BYTES: OnceLock<usize> = OnceLock::new();
-    let cache = *CACHE_BYTES.get_or_init(|| {
+    *CACHE_BYTES.get_or_init(|| {
         // Not `sysconf`, which adds the caches of all cores of the host.
         let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
         size.trim().strip_suffix('K').and_then(|kib| kib.parse().ok()).map_or(USUAL_CACHE_BYTES, |kib: usize| kib << 10)
-    });
-    if bytes >= cache / CACHE_PART { Stores::Streaming } else { Stores::Ordinary }
+    })
+}
+
+/// The kind for results of `bytes` bytes before there are measurements.
+fn first_guess(bytes: usize, cache_bytes: usize) -> Stores {
+    if bytes >= cache_bytes / CACHE_PART { Stores::Streaming } else { Stores::Ordinary }
 }
 
 impl ResultStores {
@@ -142,7 +146,7 @@ impl ResultStores {
                 .classes
                 .lock()
                 .entry(writer.key)
-                .or_insert_with(|| PairedTrials::starting_with(first_guess(bytes)))
+                .or_insert_with(|| PairedTrials::starting_with(first_guess(bytes, cache_bytes())))
                 .next();
             writer.stores = stores;
             writer.trial = is_trial.then(|| ResultTrial { since: Instant::now(), waited: Cell::default() });
@@ -362,7 +366,9 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore)]
     fn results_larger_than_the_cache_are_streamed_at_first() {
-        assert_eq!([TIMED_BYTES, 1 << 40].map(first_guess), [Stores::Ordinary, Stores::Streaming]);
+        let guesses = [(8 << 20) - 1, 8 << 20].map(|bytes| first_guess(bytes, 32 << 20));
+        assert_eq!(guesses, [Stores::Ordinary, Stores::Streaming]);
+        assert!(cache_bytes() > 0);
     }
 
     #[test]

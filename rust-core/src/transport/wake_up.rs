@@ -39,7 +39,8 @@ pub(super) fn spins() -> u32 {
 pub(super) fn measure_once() {
     static MEASURED: Once = Once::new();
     MEASURED.call_once(|| {
-        let Some(wake_up) = wake_up_time().filter(|_| !cfg!(miri)) else { return };
+        // Miri has no time of its own.
+        let Some(wake_up) = (!cfg!(miri)).then(wake_up_time).flatten() else { return };
         let spins = spins_within(wake_up, spin_time());
         tracing::debug!(?wake_up, spins, "waits spin for as long as a wake-up takes");
         SPINS.store(spins, Ordering::Relaxed);
@@ -77,8 +78,10 @@ fn wake_up_time() -> Option<Duration> {
                 while turn.load(Ordering::Acquire) == wake_up {
                     futex_wait(&turn, wake_up, super::POLL_INTERVAL);
                 }
+                // Read before the time is published, after which the other thread may begin the last wake-up.
+                let is_last = is_over.load(Ordering::Acquire);
                 nanoseconds.store(now(), Ordering::Release);
-                if is_over.load(Ordering::Acquire) {
+                if is_last {
                     return;
                 }
             }

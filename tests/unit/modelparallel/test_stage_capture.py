@@ -21,10 +21,11 @@ from smdistributed.modelparallel.torch.runtime import stage_capture  # noqa: E40
         torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
         torch.arange(4.0).view(1, 1, 4).expand(2, 3, 4),
         torch.arange(2).bool().view(2, 1, 1).expand(2, 3, 4),
+        torch.arange(6.0).view(2, 3)[:, :, None].expand(2, 3, 4),
         torch.tensor(3.0),
         torch.empty(0, 4),
     ],
-    ids=["contiguous", "transposed", "expanded", "mask", "scalar", "empty"],
+    ids=["contiguous", "transposed", "expanded", "mask", "gate", "scalar", "empty"],
 )
 def test_memory_for_inputs_keeps_strides_and_its_address(tensor):
     memory = stage_capture.Buffer.like(tensor)
@@ -32,6 +33,9 @@ def test_memory_for_inputs_keeps_strides_and_its_address(tensor):
     for _ in range(2):
         memory.tensor.as_strided(memory._memory.shape, memory._memory.stride()).zero_()
         memory.fill(tensor)
+        assert torch.equal(memory.tensor, tensor)
+        # What comes from another rank, or as a copy, has other strides.
+        memory.fill(tensor.contiguous())
         assert torch.equal(memory.tensor, tensor)
         assert memory.tensor.stride() == tensor.stride()
         assert memory.tensor.data_ptr() == address
@@ -46,17 +50,45 @@ def test_as_many_copies_as_microbatches_are_active():
     assert stage_capture._most_active(split, 0) == 0
 
 
-def test_state_of_modules_notices_attributes_and_hooks():
+class Settings:
+    """An object that a module holds, as configurations are."""
+
+    def __init__(self):
+        self.scale, self.nested = 1.0, {"sizes": [1, 2]}
+
+
+CHANGES = {
+    "number": lambda module: setattr(module[1], "eps", 0.5),
+    "mode": lambda module: module.eval(),
+    "list": lambda module: module.scales.__setitem__(0, 9.0),
+    "object": lambda module: setattr(module.settings, "scale", 2.0),
+    "nested": lambda module: module.settings.nested["sizes"].append(3),
+    "function": lambda module: setattr(module, "_activation", torch.tanh),
+    "host tensor": lambda module: module.alpha.fill_(0.1),
+    "hook": lambda module: module[0].register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_attributes_and_hooks_are_noticed(change):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    states = [stage_capture._state([module])]
-    assert stage_capture._state([module]) == states[0]
-    module[1].eps = 0.5
-    states.append(stage_capture._state([module]))
-    module[0].register_forward_hook(lambda *_: None)
-    states.append(stage_capture._state([module]))
-    module.eval()
-    states.append(stage_capture._state([module]))
-    assert len(set(states)) == 4
+    module.scales, module.settings, module._activation = [1.0, float("nan")], Settings(), torch.relu
+    module.alpha, module.adjacency = torch.tensor(0.5), torch.eye(2).to_sparse()
+    module.settings.owner = module
+    before = stage_capture._state([module])
+    assert stage_capture._state([module]) == before
+    CHANGES[change](module)
+    assert stage_capture._state([module]) != before
+
+
+def test_hooks_of_parameters_are_noticed():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    before = stage_capture._address(parameter)
+    assert stage_capture._address(parameter) == before
+    parameter.register_hook(lambda gradient: gradient)
+    other = stage_capture._address(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert len({before, other, stage_capture._address(parameter)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -79,7 +111,7 @@ class Step:
         self.module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
         self.parameters = dict(self.module.named_parameters())
         self.trained = [self.module[0].weight, self.module[1].weight]
-        self.captured = 0
+        self.captured = self.version = 0
         self.capture = stage_capture.StageCapture(None)
         task = SimpleNamespace(module=self.module)
         graph = SimpleNamespace(stages=[SimpleNamespace(tasks=[0], has_backward=True)])
@@ -96,7 +128,7 @@ class Step:
         return {number: [object() for _ in range(copies[number])] for number in splits}
 
     def begin(self, key="step"):
-        self.capture.begin_step(key, self.actions, self.mb, self.parameters)
+        self.capture.begin_step(key, self.version, self.actions, self.mb, self.parameters)
 
 
 def test_gradients_begin_with_what_the_script_has_set(monkeypatch):
@@ -168,3 +200,38 @@ def test_only_some_steps_have_graphs(monkeypatch):
         step.begin("one more")
     assert step.capture.take(step.mb, 0) is None
     assert step.captured == captured == 2 * stage_capture._MAX_PROGRAMS
+
+
+def test_gradients_of_another_type_are_not_used_again(monkeypatch):
+    step = Step(monkeypatch)
+    weight = step.module[0].weight
+    step.begin()
+    assert weight.grad.dtype is torch.float32
+    weight.grad = None
+    weight.data = weight.data.to(torch.bfloat16)
+    step.begin()
+    assert weight.grad.dtype is torch.bfloat16
+
+
+def test_steps_of_another_version_make_room(monkeypatch):
+    step = Step(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step.version in range(3):
+            for number in range(stage_capture._MAX_PROGRAMS):
+                step.begin(number)
+    assert step.capture.num_graphs == 2 * stage_capture._MAX_PROGRAMS
+
+
+def test_sparse_gradients_have_no_graphs(monkeypatch):
+    step = Step(monkeypatch)
+
+    def sparse(splits, copies, mb):
+        step.module[0].weight.grad = torch.eye(2).to_sparse()
+        return {0: [object()]}
+
+    monkeypatch.setattr(step.capture, "_captured", sparse)
+    with pytest.warns(UserWarning, match="sparse gradients"):
+        step.begin()
+    assert step.capture.num_graphs == 0
+    assert step.module[0].weight.grad is None

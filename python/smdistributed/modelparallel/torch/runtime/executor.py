@@ -166,10 +166,12 @@ class Executor:
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
         """Run the forward of a stage whose inputs are here; ``backward_is_near`` prevents offloading (OFF-1)."""
         start = _core.timeline_now()
-        if self.capture is not None and self._forward_captured(self.capture, mb, number):
-            _core.timeline_stage("forward", number, mb.recording.microbatch, start)
-            return
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
+        # For the timeline; all microbatches have the same.
+        inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
+        if self.capture is not None and self._forward_captured(self.capture, mb, number):
+            _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
+            return
         has_backward = stage.has_backward or self._early
         offloader = self._offloader if has_backward and not backward_is_near else None
         leaves: dict[int, torch.Tensor | StageBoundary] = {}
@@ -253,8 +255,6 @@ class Executor:
         for producer in stage.inputs:
             if graph.stages[producer].rank == self._rank:
                 mb.mark_consumed(producer)
-        # All microbatches use the same parameters.
-        inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
         _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
 
     def _inputs_from(self, mb: Microbatch, producer: int, number: int) -> list[torch.Tensor]:

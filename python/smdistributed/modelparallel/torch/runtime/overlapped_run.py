@@ -198,9 +198,11 @@ class OverlappedRun:
         if not self._microbatches or not self._program.num_allowed:
             return
         self._has_captured = True
-        expected = self._expectation
-        key = (*expected.numbers(), self._pipeline.version)
-        self._capture.begin_step(key, expected.program.actions, self._microbatches[0], self._pipeline.parameters)
+        expected, pipeline = self._expectation, self._pipeline
+        self._capture.begin_step(
+            tuple(expected.numbers()), pipeline.version, expected.program.actions, self._microbatches[0],
+            pipeline.parameters,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _executing(self) -> Iterator[None]:

@@ -365,7 +365,11 @@ class Pipeline:
         if self._offloader is not None:
             return
         first = microbatches[0]
-        reason = "its body reads values" if step in self._never_overlapped else obstacle(microbatches)
+        reason = (
+            "its body reads values, or writes to tensors that tasks have taken"
+            if step in self._never_overlapped
+            else obstacle(microbatches)
+        )
         has_backward = bool(first.recording.backward_roots)
         if reason is not None and self._capture is not None and has_backward and step not in self._without_graphs:
             self._without_graphs.add(step)

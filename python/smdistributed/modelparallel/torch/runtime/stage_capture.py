@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
     from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 
+_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_GLOBAL_HOOKS = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Steps that have graphs at the same time. Each keeps the memory of its activations.
 _MAX_PROGRAMS = 4
@@ -65,10 +73,8 @@ class Buffer:
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a tensor of this shape."""
         with torch.no_grad():
-            if self._memory.shape == tensor.shape:
-                self._memory.copy_(tensor)
-            else:
-                self._memory.copy_(tensor.as_strided(self._shape, self._stride))
+            # Of a dimension with stride 0, all places are equal; the tensor may have other strides.
+            self._memory.copy_(tensor[tuple(slice(size) for size in self._shape)])
 
 
 class Replicated(NamedTuple):
@@ -129,10 +135,15 @@ class CapturedStage:
         self._layout = replicated.layout()
         self._inputs: dict[int, Buffer] = {}
         leaves: dict[int, torch.Tensor] = {}
-        for value in (value for values in stage.inputs.values() for value in values):
-            meta = graph.values[value].meta
-            self._inputs[value] = Buffer(meta.shape, meta.stride, meta.dtype, meta.device)
-            leaves[value] = self._inputs[value].tensor.detach().requires_grad_(meta.requires_grad)
+        for producer, values in stage.inputs.items():
+            for value in values:
+                meta = graph.values[value].meta
+                if graph.stages[producer].rank == stage.rank:
+                    self._inputs[value] = Buffer(meta.shape, meta.stride, meta.dtype, meta.device)
+                else:
+                    # What another rank has sent is contiguous.
+                    self._inputs[value] = Buffer.like(torch.empty(meta.shape, dtype=meta.dtype, device=meta.device))
+                leaves[value] = self._inputs[value].tensor.detach().requires_grad_(meta.requires_grad)
         found: dict[int, torch.Tensor] = {}
         #: Values to which the body still refers when it has ended.
         self._kept: dict[int, torch.Tensor] = {}
@@ -187,10 +198,14 @@ class CapturedStage:
         return copy
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Threads of this library and of NCCL query events meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            run()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Threads of this library and of NCCL query events meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                run()
+        finally:
+            # `torch.cuda.graph` does not leave its stream after an error.
+            torch.cuda.set_stream(current)
         return graph
 
     def misfit(self, mb: Microbatch, number: int, replicated: Replicated) -> str | None:
@@ -263,6 +278,7 @@ class StageCapture:
     def __init__(self, modules: ModuleState) -> None:
         self._modules = modules
         self._programs: dict[Any, _Program] = {}
+        self._version = 0
         #: The copies that no microbatch of this step uses.
         self._free: dict[int, list[CapturedStage]] = {}
         #: Gradients by the id of their parameter; all programs add to the same ones.
@@ -275,20 +291,24 @@ class StageCapture:
         return sum(len(copies) for program in self._programs.values() for copies in program.stages.values())
 
     def begin_step(
-        self, key: Any, actions: Sequence[Action], mb: Microbatch, parameters: Mapping[str, torch.Tensor]
+        self, key: Any, version: int, actions: Sequence[Action], mb: Microbatch, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         """Capture the stages of a program, unless they are (CAPTURE-2), and let gradients begin (CAPTURE-3).
 
         Args:
             key: Equal for equal programs.
+            version: Another number after parameters have begun or stopped to require a gradient.
             actions: The program of this rank.
             mb: The first microbatch of the step.
             parameters: The parameters and buffers of all ranks.
         """
         self._free = {}
+        if version != self._version:
+            self._version = version
+            self._programs.clear()
         program = self._programs.get(key)
         if program is None:
-            if len(self._programs) == _MAX_PROGRAMS:
+            if sum(bool(each.stages) for each in self._programs.values()) == _MAX_PROGRAMS:
                 self._warn(
                     f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have graphs, whose memory they keep; others, such "
                     "as batches of another shape, run without"
@@ -347,11 +367,16 @@ class StageCapture:
             self._captured(splits, dict.fromkeys(splits, 1), mb)
         finally:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
+            is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+        if is_sparse:
+            self._warn("`cuda_graphs` has no effect on this step: a parameter has sparse gradients")
+            return
+        self._gradients = {id(each): self._gradients[id(each)] for each in parameters if id(each) in self._gradients}
         for parameter in trained:
             known = self._gradients.get(id(parameter))
-            if known is None:
+            if known is None or not _is_like(known[1], parameter):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 known = self._gradients[id(parameter)] = parameter, gradient
             _begin_gradient(*known)
@@ -368,11 +393,15 @@ class StageCapture:
                 stages[number] = [
                     CapturedStage(mb, number, is_split, self._modules, stream) for _ in range(copies[number])
                 ]
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
+                # The end of a failed capture raises an error of its own.
+                cause = error.__context__ or error
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
                 raise SMPUnsupportedError(
-                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {error}"
+                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {cause}"
                 ) from error
         return stages
 
@@ -399,6 +428,12 @@ class StageCapture:
         self._free[number].append(stage)
 
 
+def _is_like(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return (
+        gradient.shape == parameter.shape and gradient.dtype is parameter.dtype and gradient.device == parameter.device
+    )
+
+
 def _begin_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Let a parameter's gradient be the tensor to which graphs add, with the value that it has (CAPTURE-3)."""
     if parameter.grad is gradient:
@@ -419,9 +454,13 @@ def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | Non
         return "a task writes to a tensor in place"
     if not recording.detach_outputs:
         return "the step's outputs keep their graph (`detach_outputs=False`)"
-    for value in (value for values in stage.inputs.values() for value in values):
-        if graph.values[value].home is not None:
-            return f"the buffer or parameter `{graph.values[value].home}` is used on another partition"
+    if any(_GLOBAL_HOOKS):
+        return "there are hooks for all modules, which a graph would not call"
+    for value in (graph.values[value] for values in stage.inputs.values() for value in values):
+        if value.home is not None:
+            return f"the buffer or parameter `{value.home}` is used on another partition"
+        if value.meta.device.type != "cuda":
+            return f"a stage takes a tensor on the {value.meta.device.type}"
     for task in (recording.tasks[each] for each in stage.tasks):
         if task.plan is None:
             task.plan = CallPlan.of(task)
@@ -429,9 +468,12 @@ def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | Non
             return "the body uses a tensor of an earlier step"
         if not isinstance(task.plan, CallPlan):
             return f"`{task.name}` changes its arguments, or takes a parameter as an argument"
+        for meta in task.known_spec.metas:
+            if meta.device.type != "cuda":
+                return f"`{task.name}` returns a tensor on the {meta.device.type}"
         for leaf in task.leaves():
-            if _is_replicated(leaf) and leaf.device.type != "cuda":
-                return f"`{task.name}` takes a tensor on the {leaf.device.type}"
+            if _is_replicated(leaf) and (leaf.device.type != "cuda" or leaf.layout is not torch.strided):
+                return f"`{task.name}` takes a tensor on the {leaf.device.type}, or a sparse one"
             if _is_replicated(leaf) and leaf.requires_grad:
                 return f"`{task.name}` takes a tensor of the body that requires a gradient"
         spec = task.known_spec
@@ -463,8 +505,10 @@ def _is_replicated(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, UnreadTensor)
 
 
-def _address(tensor: torch.Tensor) -> tuple[int, bool]:
-    return tensor.data_ptr(), tensor.requires_grad
+def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a graph depends on in a parameter or buffer besides its values."""
+    hooks = len(tensor._backward_hooks or ()), len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+    return _describe(tensor), tensor.requires_grad, *hooks
 
 
 def _most_active(actions: Sequence[Action], number: int) -> int:
@@ -480,20 +524,38 @@ def _most_active(actions: Sequence[Action], number: int) -> int:
 
 def _state(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """Return what a graph of the modules depends on besides parameters and buffers: attributes and hooks."""
-    found: list[Any] = []
+    found: list[Any] = [len(hooks) for hooks in _GLOBAL_HOOKS]
     seen: set[int] = set()
     for module in (part for each in modules for part in each.modules()):
         if id(module) in seen:
             continue
         seen.add(id(module))
         found += [len(getattr(module, hooks)) for hooks in _HOOKS]
-        for name, item in vars(module).items():
-            if isinstance(item, _ATOMS):
-                found.append((name, item))
-            elif isinstance(item, torch.Tensor):
-                found.append((name, item.data_ptr()))
-            elif isinstance(item, tuple):
-                found.append((name, repr(item)))
-            elif not name.startswith("_"):
-                found.append((name, id(item), len(item) if isinstance(item, (list, dict, set)) else 0))
+        found += [(name, _describe(item, seen)) for name, item in vars(module).items() if name not in _INTERNALS]
     return tuple(found)
+
+
+def _describe(item: Any, seen: set[int] | None = None) -> Any:
+    """Return a key that changes if an attribute changes. Objects in ``seen`` are described already."""
+    if isinstance(item, _ATOMS):
+        # By its text, because not-a-number is not equal to itself.
+        return type(item), repr(item)
+    if isinstance(item, torch.Tensor):
+        if item.layout is not torch.strided:
+            return id(item), item._version
+        address = item.data_ptr(), item.shape, item.stride(), item.dtype
+        # Numbers of a tensor on the host may be part of a graph.
+        return address if item.device.type == "cuda" else (*address, item._version)
+    seen = set() if seen is None else seen
+    if id(item) in seen:
+        return None
+    seen.add(id(item))
+    if isinstance(item, dict):
+        return tuple((_describe(key, seen), _describe(each, seen)) for key, each in item.items())
+    if isinstance(item, (list, tuple)):
+        return tuple(_describe(each, seen) for each in item)
+    if isinstance(item, (set, frozenset)):
+        return frozenset(_describe(each, seen) for each in item)
+    if isinstance(item, nn.Module) or callable(item):
+        return id(item)
+    return id(item), tuple((name, _describe(each, seen)) for name, each in getattr(item, "__dict__", {}).items())
