@@ -9,7 +9,7 @@ number is no multiple): the first also has the embedding, the last also the norm
 weight with the embedding (gemma, gpt2) gets a weight of its own there, so the losses differ.
 
 All pipelines train in one process, in turns, so that other load on the machine affects all alike. ``memory`` is the
-peak of each rank without the memory that the other pipelines keep. ``host`` is the time until the call of a step
+peak of each rank without the memory that the other pipelines keep, and with what CUDA graphs keep. ``host`` is the time until the call of a step
 returns; where it is less than the step's time, the GPUs are the bottleneck. If there are fewer GPUs than ranks, ranks
 share a GPU, and only ``host`` is meaningful.
 """

@@ -1,7 +1,7 @@
 //! Choices between a few options by measured times, and numbers that look random for the places of trials.
 //!
-//! The options are kinds of stores ([`crate::collectives`]), numbers of pieces in flight, or numbers of chunks. A chooser
-//! decides which calls are trials and what is timed, and [`Trials`] keeps the newest times of each option.
+//! The options are kinds of stores ([`crate::collectives`]) or numbers of pieces in flight. A chooser, such as
+//! `StoreChooser`, runs some calls with each option and times them. [`Trials`] keeps the newest of these times.
 //!
 //! - CHOICE-1: an option is compared by the median of its newest times, so that one disturbed call does not count, and a
 //!   change of the machine is followed when half of these times are new.

@@ -401,7 +401,8 @@ class StageCapture:
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
                 raise SMPUnsupportedError(
-                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {cause}"
+                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {cause}. Move what "
+                    "waits for the GPU out of these modules, or leave the option out"
                 ) from error
         return stages
 
