@@ -10,18 +10,18 @@ use crate::pipeline::schedule::Schedule;
 pub struct Objective {
     /// The weight of memory, from 0 to 1. The weight of time is 1 minus this.
     pub memory_weight: f64,
-    /// For each partition: the number of microbatches whose activations it keeps at once.
-    pub kept: Vec<u64>,
+    /// The number of microbatches whose activations partitions keep at once.
+    pub kept: KeptMicrobatches,
     /// The cost of transfers between ranks, in nanoseconds.
     pub link: LinkCost,
 }
 
 impl Objective {
-    /// An objective for `kept.len()` partitions.
+    /// An objective for as many partitions as `kept` has.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the weight is not between 0 and 1.
-    pub fn new(memory_weight: f64, kept: Vec<u64>, link: LinkCost) -> Result<Self> {
+    pub fn new(memory_weight: f64, kept: KeptMicrobatches, link: LinkCost) -> Result<Self> {
         if !(0.0..=1.0).contains(&memory_weight) {
             return Err(Error::InvalidArgument(format!("`memory_weight` is between 0 and 1, not {memory_weight}")));
         }
@@ -29,17 +29,34 @@ impl Objective {
     }
 }
 
-/// For each of `partitions`: the number of microbatches whose activations it keeps at once. `active` limits the
-/// microbatches in flight. With all forwards first, every partition keeps all of them. In 1F1B, later partitions keep
-/// fewer. With split backwards, every partition keeps as many as the first one does in 1F1B, or `active`.
-pub fn kept_microbatches(partitions: usize, microbatches: u64, active: Option<u64>, schedule: Schedule) -> Vec<u64> {
+/// For each partition: the number of microbatches whose activations it keeps at once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptMicrobatches {
+    /// If results go to later partitions only.
+    pub forward_only: Vec<u64>,
+    /// If a result of a later partition returns to an earlier one, as for an output layer that is on the partition of
+    /// the embedding whose parameter it shares.
+    pub with_return: Vec<u64>,
+}
+
+/// The microbatches that each of `partitions` keeps. `active` limits the microbatches in flight. With all forwards
+/// first, every partition keeps all of them. In 1F1B, later partitions keep fewer. With split backwards, every
+/// partition keeps as many as the first one does in 1F1B, or `active`. After a return, a microbatch waits for what the
+/// earlier partition is computing, so one more is in flight.
+pub fn kept_microbatches(
+    partitions: usize,
+    microbatches: u64,
+    active: Option<u64>,
+    schedule: Schedule,
+) -> KeptMicrobatches {
     let most = microbatches.min(active.unwrap_or(u64::MAX)).max(1);
-    let kept = |index: usize| match schedule {
+    let kept = |index: usize, returned: u64| match schedule {
         Schedule::Simple | Schedule::ForwardOnly => most,
-        Schedule::Interleaved => most.min((partitions - index) as u64),
-        Schedule::ZeroBubble => active.map_or(most.min(partitions as u64), |_| most),
+        Schedule::Interleaved => most.min((partitions - index) as u64 + returned),
+        Schedule::ZeroBubble => active.map_or(most.min(partitions as u64 + returned), |_| most),
     };
-    (0..partitions).map(kept).collect()
+    let all = |returned: u64| (0..partitions).map(|index| kept(index, returned)).collect();
+    KeptMicrobatches { forward_only: all(0), with_return: all(1) }
 }
 
 /// The cost of one partition. Times are in nanoseconds for one microbatch.
@@ -84,7 +101,8 @@ impl<'a> CostModel<'a> {
     pub(super) fn new(tree: &CostTree, objective: &'a Objective) -> Self {
         let mut whole = StageCost::default();
         tree.modules().iter().for_each(|module| whole.add(module));
-        let kept = objective.kept.iter().sum::<u64>() as f64 / objective.kept.len() as f64;
+        let each = &objective.kept.forward_only;
+        let kept = each.iter().sum::<u64>() as f64 / each.len() as f64;
         let memory = (whole.parameter_bytes + whole.state_bytes) as f64 + whole.activation_bytes as f64 * kept;
         let tasks: u64 = tree.tasks().iter().map(|tasks| tasks.time).sum();
         Self { objective, memory, time: (whole.time + tasks) as f64 }
@@ -94,7 +112,7 @@ impl<'a> CostModel<'a> {
     pub(super) fn of(&self, index: usize, sums: &StageCost) -> f64 {
         let weight = self.objective.memory_weight;
         let memory = (sums.parameter_bytes + sums.state_bytes) as f64
-            + sums.activation_bytes as f64 * self.objective.kept[index] as f64;
+            + sums.activation_bytes as f64 * self.objective.kept.forward_only[index] as f64;
         // Counted twice: for the value in the forward and its gradient in the backward.
         let transfer = 2.0 * sums.transfer as f64;
         let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
@@ -105,9 +123,35 @@ impl<'a> CostModel<'a> {
 
 impl StageCost {
     /// Peak bytes on the rank that runs this partition, with the activations of `kept` microbatches.
-    pub(super) fn peak_bytes(&self, kept: u64) -> u64 {
+    fn peak_bytes(&self, kept: u64) -> u64 {
         self.parameter_bytes + self.state_bytes + self.activation_bytes * kept
     }
+}
+
+/// The largest number of bytes that a rank needs with this `assignment`.
+///
+/// # Panics
+/// As [`stage_costs`].
+pub(super) fn peak_bytes(tree: &CostTree, assignment: &[u32], objective: &Objective) -> u64 {
+    let kept = &objective.kept;
+    let kept = if returns(tree, assignment) { &kept.with_return } else { &kept.forward_only };
+    let stages = stage_costs(tree, assignment, objective);
+    stages.iter().zip(kept).map(|(stage, &kept)| stage.peak_bytes(kept)).max().unwrap_or(0)
+}
+
+/// Whether the result of a partition is needed on an earlier one. An embedding that is on a later partition than the
+/// layers that need it does not count: it needs no result of theirs, so it runs ahead.
+pub(super) fn returns(tree: &CostTree, assignment: &[u32]) -> bool {
+    let first_run = |module: usize| tree.modules()[module].first_run;
+    tree.values().iter().any(|value| {
+        let back = |home: u32| {
+            // Modules that ran before this one on later partitions than that of the consumer.
+            (0..assignment.len()).any(|other| {
+                first_run(other).is_some() && first_run(other) < first_run(value.from) && assignment[other] > home
+            })
+        };
+        value.to.iter().any(|&to| assignment[to] < assignment[value.from] && back(assignment[to]))
+    })
 }
 
 /// The cost of each partition of any `assignment`.
@@ -115,7 +159,7 @@ impl StageCost {
 /// # Panics
 /// If `assignment` has another number of modules than the tree, or a partition that `objective` does not have.
 pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -> Vec<StageCost> {
-    let mut stages = vec![StageCost::default(); objective.kept.len()];
+    let mut stages = vec![StageCost::default(); objective.kept.forward_only.len()];
     for (module, &partition) in tree.modules().iter().zip(assignment) {
         stages[partition as usize].add(module);
     }

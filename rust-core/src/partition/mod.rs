@@ -15,7 +15,9 @@
 //!   they are together, at the position of one of them.
 //! - PART-3: the largest cost of a partition is at most [`EQUAL_COST_FACTOR`] times the least that any such cut has.
 //!   Among these cuts, the criteria are, in this order: the fewest split modules, the lowest largest cost, the fewest
-//!   bytes across partitions, the most equal costs. The largest cost never exceeds that of the published algorithm,
+//!   bytes across partitions, the most equal costs. Of the best cuts with modules that share a parameter at one or the
+//!   other position, costs within [`NEARLY_EQUAL_COST_FACTOR`] count as equal, and the one that needs the least memory
+//!   is taken. The largest cost never exceeds that of the published algorithm by more than this factor,
 //!   which may return to an earlier partition: where its result is better than every cut, it is used instead.
 //! - PART-4: no partition is empty unless there are fewer modules with costs than partitions.
 //! - PART-5: a module without costs of its own, such as a container, is in the partition of its first part. Modules
@@ -33,16 +35,17 @@ mod table;
 mod tests;
 mod tree;
 
-pub use cost::{Objective, StageCost, kept_microbatches, stage_costs};
+pub use cost::{KeptMicrobatches, Objective, StageCost, kept_microbatches, stage_costs};
 pub use device_model::DeviceModel;
 pub use file::{from_json, to_json};
 pub use layers::{PartitionRequest, partition_layers};
 pub use table::table;
 pub use tree::{CostTree, ModuleCost, Tasks, Value};
 
+use std::cmp::Ordering;
 use std::collections::HashSet;
 
-use solve::CutSearch;
+use solve::{CutSearch, Cuts};
 
 use crate::error::{Error, Result};
 
@@ -50,6 +53,8 @@ use crate::error::{Error, Result};
 const ROUNDING: f64 = 1e-9;
 /// Factor up to which a cost counts as equally good, because estimates are not more precise.
 const EQUAL_COST_FACTOR: f64 = 1.05;
+/// Factor up to which memory decides.
+const NEARLY_EQUAL_COST_FACTOR: f64 = 1.02;
 
 /// The partition of each module of a tree, in the tree's order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,10 +68,10 @@ pub struct Partition {
 /// # Errors
 /// [`Error::InvalidArgument`] if there are no partitions, or the objective is not for as many.
 pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> Result<Partition> {
-    if partitions == 0 || objective.kept.len() != partitions {
+    let intended = objective.kept.forward_only.len();
+    if partitions == 0 || intended != partitions {
         return Err(Error::InvalidArgument(format!(
-            "the objective is for {} partitions: expected {partitions}",
-            objective.kept.len()
+            "the objective is for {intended} partitions: expected {partitions}"
         )));
     }
     let published = published::partition(tree, partitions, objective);
@@ -78,19 +83,33 @@ pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> R
     // The fraction of the modules' costs, without transfers, which may be larger.
     let near = least + (EQUAL_COST_FACTOR - 1.0) * least.min(1.0 / partitions as f64);
     let bound = near.min(theirs.max(least));
-    let best = variants()
+    let found: Vec<(Cuts, Vec<u32>)> = variants()
         .zip(each)
         .filter(|(_, least)| *least <= bound)
-        .map(|(line, least)| (CutSearch::new(&line, partitions, objective, tree).best(least, bound), line))
-        // The first of equal results; the order of variants is fixed.
-        .reduce(|best, other| if other.0.before(&best.0) { other } else { best });
-    let (cuts, line) = best.expect("there is always a variant");
-    let at_position: Vec<u32> = (0..line.len())
-        .map(|position| cuts.starts.iter().filter(|&&start| start <= position).count() as u32 - 1)
+        .map(|(line, least)| {
+            let cuts = CutSearch::new(&line, partitions, objective, tree).best(least, bound);
+            let at_position: Vec<u32> = (0..line.len())
+                .map(|position| cuts.starts.iter().filter(|&&start| start <= position).count() as u32 - 1)
+                .collect();
+            (cuts, tree.spread(|module| line.position(module).map(|position| at_position[position])))
+        })
         .collect();
-    let cut = tree.spread(|module| line.position(module).map(|position| at_position[position]));
+    let (best, _) = (found.iter())
+        // The first of equal results; the order of variants is fixed.
+        .reduce(|best, other| if other.0.before(&best.0) { other } else { best })
+        .expect("there is always a variant");
+    let cut = (found.iter())
+        .filter(|(cuts, _)| cuts.num_split == best.num_split && cuts.largest <= best.largest * NEARLY_EQUAL_COST_FACTOR)
+        .map(|(cuts, cut)| (cost::peak_bytes(tree, cut, objective), cuts, cut))
+        .reduce(|best, other| match other.0.cmp(&best.0) {
+            Ordering::Equal if other.1.before(best.1) => other,
+            Ordering::Less => other,
+            _ => best,
+        })
+        .map(|(_, _, cut)| cut.clone())
+        .expect("the best one is among them");
     let uses = |assignment: &[u32]| assignment.iter().collect::<HashSet<_>>().len();
-    let better = theirs < largest(tree, &cut, objective) * (1.0 - ROUNDING);
+    let better = theirs < best.largest * (1.0 - ROUNDING);
     // PART-4
     let assignment = if better && uses(&published) >= uses(&cut) { published } else { cut };
     Ok(Partition { assignment })
@@ -109,8 +128,7 @@ pub fn partition_by_time_if_it_fits(
 ) -> Result<Partition> {
     let time_alone = Objective { memory_weight: 0.0, ..objective.clone() };
     let fastest = partition(tree, partitions, &time_alone)?;
-    let stages = stage_costs(tree, &fastest.assignment, &time_alone);
-    let fits = stages.iter().zip(&objective.kept).all(|(stage, &kept)| stage.peak_bytes(kept) <= memory_bytes);
+    let fits = cost::peak_bytes(tree, &fastest.assignment, &time_alone) <= memory_bytes;
     if fits { Ok(fastest) } else { partition(tree, partitions, objective) }
 }
 

@@ -15,9 +15,9 @@ pub(super) struct Cuts {
     /// The first position of each piece; empty pieces at the end are left out.
     pub(super) starts: Vec<usize>,
     /// Number of split modules.
-    num_split: u64,
+    pub(super) num_split: u64,
     /// The largest cost of a piece.
-    largest: f64,
+    pub(super) largest: f64,
     /// Transfer cost of all pieces, and the sum of the squares of their costs, which measures inequality.
     rest: (u64, f64),
 }

@@ -231,7 +231,8 @@ fn divided(name: &str, tree: &CostTree, partitions: usize, objective: &Objective
     if found != published {
         check_contiguous(tree, &found);
         let empty = used(&published) < used(&found);
-        assert!(empty || ours <= theirs * 1.000_001, "{name}, {partitions}, {objective:?}: {ours} against {theirs}");
+        let most = theirs * NEARLY_EQUAL_COST_FACTOR * 1.000_001;
+        assert!(empty || ours <= most, "{name}, {partitions}, {objective:?}: {ours} against {theirs}");
     }
     (found, ours)
 }
@@ -355,6 +356,24 @@ fn memory_counts_only_where_it_is_scarce() {
 }
 
 #[test]
+fn a_tied_output_layer_is_where_the_least_memory_is_needed() {
+    let tree = transformer(24, 1280, 50_257, true, 4096);
+    let path = |path: &str| tree.modules().iter().position(|module| module.path == path).expect("it has one");
+    for partitions in [2, 4] {
+        let objective = objective(partitions, 0.0);
+        let found = partition(&tree, partitions, &objective).unwrap().assignment;
+        let last = partitions as u32 - 1;
+        assert_eq!((found[path("head")], found[path("body.embedding")], found[path("body.0.norm")]), (last, last, 0));
+        let at_first: Vec<u32> = (tree.modules().iter().zip(&found))
+            .map(|(module, &partition)| if ["head", "body.embedding"].contains(&&*module.path) { 0 } else { partition })
+            .collect();
+        assert!(cost::returns(&tree, &at_first) && !cost::returns(&tree, &found));
+        // The output layer on the first partition keeps every microbatch for longer, and that partition keeps the most.
+        assert!(cost::peak_bytes(&tree, &found, &objective) < cost::peak_bytes(&tree, &at_first, &objective));
+    }
+}
+
+#[test]
 fn equal_blocks_stay_whole() {
     let tree = transformer(16, 1024, 10, false, 2048);
     let objective = Objective::new(0.2, kept_microbatches(4, 8, Some(6), Schedule::Simple), LINK).unwrap();
@@ -401,7 +420,7 @@ fn the_tasks_of_a_split_module_count() {
         tree.tree()
     };
     let link = LinkCost { latency: 0, bytes_per_tick: 1 };
-    let objective = Objective::new(0.0, vec![1, 1], link).unwrap();
+    let objective = Objective::new(0.0, kept_microbatches(2, 1, None, Schedule::Interleaved), link).unwrap();
     // 50 + 30 beside 70 + 50, or as soon as that costs more, the block beside the rest.
     assert_eq!(partition(&tree(0), 2, &objective).unwrap().assignment, [0, 0, 0, 0, 1, 1]);
     let dear = tree(40);
@@ -481,6 +500,7 @@ fn invalid_trees_are_rejected() {
     let tasks = vec![Tasks { module: 1, at: 0, time: 1 }];
     let error = CostTree::new(vec![root, child], vec![], tasks, &[]).unwrap_err().to_string();
     assert_eq!(error, "tasks of `a` are assigned to ``, which is not part of it");
-    let error = Objective::new(1.5, vec![1], LINK).unwrap_err().to_string();
+    let error =
+        Objective::new(1.5, kept_microbatches(1, 1, None, Schedule::Interleaved), LINK).unwrap_err().to_string();
     assert_eq!(error, "`memory_weight` is between 0 and 1, not 1.5");
 }
