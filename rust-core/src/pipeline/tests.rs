@@ -90,6 +90,51 @@ fn a_chain_there_and_back_leaves_no_gap_but_at_its_ends() {
     }
 }
 
+/// An embedding on the last rank, beside the output layer whose parameter it shares; `before` it, a rank may prepare its
+/// input. With two ranks, that is a chain as for looped 1F1B, but of unequal stages.
+#[test]
+fn light_stages_delay_no_other_rank() {
+    for ((p, m), before) in [
+        ((2, 8), None),
+        ((2, 8), Some(0)),
+        ((2, 16), Some(0)),
+        ((3, 12), None),
+        ((4, 16), None),
+        ((4, 16), Some(0)),
+        ((8, 32), Some(0)),
+    ] {
+        let costs = Costs { forward: 100, input: 120, weight: 80 };
+        let stage = |rank: usize, costs: Costs, activation_bytes: u64, from: Option<usize>| Stage {
+            rank,
+            costs,
+            activation_bytes,
+            waiting_bytes: activation_bytes,
+            inputs: from.map(|from| Edge { from, bytes: 0 }).into_iter().collect(),
+            backward: true,
+        };
+        let mut stages: Vec<Stage> = Vec::new();
+        for rank in before.into_iter().chain([p - 1]) {
+            stages.push(stage(rank, Costs { forward: 1, input: 1, weight: 1 }, 1, stages.len().checked_sub(1)));
+        }
+        for rank in 0..p {
+            stages.push(stage(rank, costs, 100, Some(stages.len() - 1)));
+        }
+        let graph = Graph::new(p, m, stages, LinkCost { latency: 2, bytes_per_tick: 0 }).unwrap();
+        for schedule in [Schedule::Interleaved, Schedule::ZeroBubble] {
+            let without = chain(p, m, costs).with_link(LinkCost { latency: 2, bytes_per_tick: 0 });
+            let bounds = Bounds {
+                active_microbatches: (schedule == Schedule::Interleaved).then_some(p + 2),
+                memory_bytes: None,
+            };
+            let found = simulate(&graph, &plan(&graph, schedule, bounds).unwrap()).unwrap();
+            let expected = timeline(&without, schedule);
+            let ratio = found.step_time as f64 / expected.step_time as f64;
+            assert!(ratio < 1.05, "{schedule} {p} {m}: {ratio} {}", plan(&graph, schedule, bounds).unwrap());
+            assert!(found.peak_bytes[0] < 100 * (p as u64 + 1), "{schedule} {p} {m}: {:?}", found.peak_bytes);
+        }
+    }
+}
+
 #[test]
 fn one_f_one_b_keeps_as_many_microbatches_as_there_are_ranks_after_it() {
     let timeline = timeline(&chain(4, 16, Costs::UNIT), Schedule::Interleaved);

@@ -6,7 +6,7 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use super::Schedule;
 use crate::error::{Error, Result};
-use crate::pipeline::{Action, ActionKind, Graph, Program};
+use crate::pipeline::{Action, ActionKind, Graph, Program, Stage};
 
 /// Orders the computations of all ranks. `active` gives for each rank the most microbatches in flight; `wished` gives
 /// the number for zero bubble.
@@ -37,6 +37,8 @@ struct StageState {
     ended: usize,
     /// How many forwards may be ahead of backwards.
     ahead: usize,
+    /// Whether it is too small to be limited like others, see [`light`].
+    light: bool,
 }
 
 /// Counts what has not arrived for each of the next microbatches.
@@ -95,6 +97,24 @@ enum ScheduleEvent {
     Gradient(usize, usize),
 }
 
+/// A light stage needs less than this part of its rank's time and activations.
+const LIGHT_PART: u64 = 16;
+
+/// The stages that are light, such as an embedding on the rank of the output layer whose parameter it shares.
+fn light(graph: &Graph) -> Vec<bool> {
+    let time = |stage: &Stage| stage.costs.forward + stage.costs.input + stage.costs.weight;
+    let (mut times, mut bytes) = (vec![0_u64; graph.ranks()], vec![0_u64; graph.ranks()]);
+    for stage in graph.stages().iter().filter(|stage| stage.backward) {
+        times[stage.rank] += time(stage);
+        bytes[stage.rank] += stage.activation_bytes;
+    }
+    let part = |own: u64, whole: u64| own.saturating_mul(LIGHT_PART) < whole;
+    let is_light = |stage: &Stage| {
+        stage.backward && part(time(stage), times[stage.rank]) && part(stage.activation_bytes, bytes[stage.rank])
+    };
+    graph.stages().iter().map(is_light).collect()
+}
+
 /// How many forwards each stage may be ahead of its backwards if the first stage may be `active` ahead; the others
 /// follow in proportion. Twice as many (less one) as in ZB-H1 give ZB-H2, which fills the time until the first gradient
 /// arrives.
@@ -117,12 +137,15 @@ impl<'a> Scheduler<'a> {
             }
             _ => graph.heights(),
         };
+        let light = light(graph);
         let mut own = vec![Vec::new(); ranks];
         let mut stages = Vec::with_capacity(graph.stages().len());
         for (index, stage) in graph.stages().iter().enumerate() {
             own[stage.rank].push(index);
             let ahead = match schedule {
                 Schedule::Simple | Schedule::ForwardOnly => usize::MAX,
+                // Its rank runs it between the tasks of other stages, and an earlier rank must not wait for it.
+                Schedule::Interleaved | Schedule::ZeroBubble if light[index] => heights[index] + ranks,
                 Schedule::Interleaved | Schedule::ZeroBubble => heights[index],
             };
             stages.push(StageState {
@@ -135,9 +158,11 @@ impl<'a> Scheduler<'a> {
                 backward_ended: 0,
                 ended: 0,
                 ahead,
+                light: light[index],
             });
         }
-        let kept = own.iter().map(|own: &Vec<usize>| own.iter().map(|&stage| heights[stage]).sum()).max();
+        let heavy = |own: &Vec<usize>| own.iter().filter(|&&stage| !light[stage]).map(|&stage| heights[stage]).sum();
+        let kept = own.iter().map(heavy).max();
         let active = if schedule == Schedule::Simple { vec![fewest; ranks] } else { active.to_vec() };
         Self {
             graph,
@@ -196,7 +221,9 @@ impl<'a> Scheduler<'a> {
                 // A runnable forward comes before a weight gradient. So does freeing the memory that a forward lacks,
                 // because later ranks wait for it.
                 let forward = match self.next_forward(rank) {
-                    Some(_) if self.kept(rank) >= self.kept => self.next_weight(rank),
+                    Some((_, index, _)) if !self.stages[index].light && self.kept(rank) >= self.kept => {
+                        self.next_weight(rank)
+                    }
                     forward => forward,
                 };
                 forward.or_else(|| self.next_backward(rank)).or_else(|| self.next_weight(rank))
@@ -228,7 +255,8 @@ impl<'a> Scheduler<'a> {
         self.events.push(Reverse((now + cost, ScheduleEvent::End(index, kind))));
     }
 
-    /// Returns the next forward: of the earliest microbatch, the earliest stage.
+    /// Returns the next forward: of the earliest microbatch, the earliest stage. Light stages come first: they hardly
+    /// delay this rank, and another one may wait for them.
     fn next_forward(&self, rank: usize) -> Option<(usize, usize, ActionKind)> {
         let microbatches = self.graph.microbatches();
         let candidates = self.own[rank].iter().filter(|&&index| {
@@ -238,12 +266,13 @@ impl<'a> Scheduler<'a> {
                 && (!self.graph.stage(index).backward || stage.forward - stage.backward < stage.ahead)
                 && self.admits(rank, stage.forward)
         });
-        candidates.map(|&index| (self.stages[index].forward, index, ActionKind::Forward)).min()
+        let best = candidates.min_by_key(|&&index| (!self.stages[index].light, self.stages[index].forward, index));
+        best.map(|&index| (self.stages[index].forward, index, ActionKind::Forward))
     }
 
     /// The activations that `rank` keeps, in stages.
     fn kept(&self, rank: usize) -> usize {
-        let own = self.own[rank].iter().filter(|&&index| self.graph.stage(index).backward);
+        let own = self.own[rank].iter().filter(|&&index| self.graph.stage(index).backward && !self.stages[index].light);
         own.map(|&index| self.stages[index].forward - self.stages[index].ended).sum()
     }
 

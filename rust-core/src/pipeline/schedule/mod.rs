@@ -17,7 +17,7 @@ mod looped;
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Graph, Program, Stage, transfers, validate};
+use super::{Graph, Program, Stage, simulate, transfers, validate};
 use crate::error::{Error, Result};
 
 /// The schedules that a user may choose.
@@ -116,12 +116,15 @@ pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program
 /// As [`plan`].
 pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
     let active = (0..graph.ranks()).map(|rank| bounds.active(graph, rank, schedule)).collect::<Result<Vec<_>>>()?;
-    if schedule == Schedule::Interleaved
-        && let Some(program) = looped::order(graph)
-        && validate(graph, &program, bounds, true).is_ok()
-    {
-        return Ok(program);
-    }
     // The list scheduler handles any graph, and bounds that are too tight for the order of the literature.
-    list::order(graph, schedule, &active, bounds.active_microbatches)
+    let listed = list::order(graph, schedule, &active, bounds.active_microbatches)?;
+    if schedule == Schedule::Interleaved
+        && let Some(looped) = looped::order(graph)
+        && validate(graph, &looped, bounds, true).is_ok()
+        // That order is for stages of about equal costs.
+        && simulate(graph, &looped)?.step_time <= simulate(graph, &listed)?.step_time
+    {
+        return Ok(looped);
+    }
+    Ok(listed)
 }
