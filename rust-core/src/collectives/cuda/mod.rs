@@ -287,8 +287,7 @@ impl Cuda {
         let (ended, end) = mpsc::channel::<()>();
         let own = self.clone();
         let work = move || {
-            // Other members may have used theirs.
-            split_comm.iter().for_each(Parent::abort);
+            let start = Instant::now();
             for device_comm in &device_comms {
                 while own.failed.get().is_none() && !device_comm.completed() {
                     std::thread::sleep(CLOSE_POLL_INTERVAL);
@@ -297,7 +296,12 @@ impl Cuda {
             }
             own.closing.write().clear();
             drop(ended);
-            // The caller does not wait for this thread: the end of the process frees everything.
+            let closed = start.elapsed();
+            // The caller does not wait for the rest: the end of the process frees everything.
+            device_comms.iter().for_each(|device_comm| device_comm.comm.free_others());
+            // Other members may have used theirs.
+            split_comm.iter().for_each(Parent::abort);
+            tracing::debug!(?closed, freed = ?start.elapsed(), "group {} has closed its communicators", own.id);
             device_comms.iter().for_each(|device_comm| own.retire(device_comm));
             own.forget_keys();
         };

@@ -108,6 +108,13 @@ impl Comm {
         self.parent.abort();
     }
 
+    /// Frees the communicators beside that for operations, after [`Comm::close`]. No member waits for them, and freeing
+    /// takes longer than `close`.
+    pub fn free_others(&self) {
+        self.stop.abort();
+        self.parent.abort();
+    }
+
     /// Frees the communicator when its operations are done and NCCL has sent all of their data. The other members do
     /// the same at about the same time. If `check` fails, the communicator is aborted instead. Does nothing on a
     /// second call, or after [`Comm::abort`].
@@ -120,9 +127,6 @@ impl Comm {
         match self.interruptible(check, || self.call("closing a group", finalize)) {
             Ok(()) => {
                 free(&self.operations.lock(), self.context, |functions| functions.ncclCommDestroy);
-                // These communicators have run no operation that other members wait for.
-                self.stop.abort();
-                self.parent.abort();
             }
             Err(Error::Closed { .. }) => {}
             Err(error) => {
