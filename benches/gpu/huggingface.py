@@ -9,9 +9,9 @@ number is no multiple): the first also has the embedding, the last also the norm
 weight with the embedding (gemma, gpt2) gets a weight of its own there, so the losses differ.
 
 All pipelines train in one process, in turns, so that other load on the machine affects all alike. ``memory`` is the
-peak of each rank without the memory that the other pipelines keep, and with what CUDA graphs keep. ``host`` is the time until the call of a step
-returns; where it is less than the step's time, the GPUs are the bottleneck. If there are fewer GPUs than ranks, ranks
-share a GPU, and only ``host`` is meaningful.
+peak of each rank without the memory that the other pipelines keep, and with what CUDA graphs keep. ``host`` is the
+time until the call of a step returns; where it is less than the step's time, the GPUs are the bottleneck. If there are
+fewer GPUs than ranks, ranks share a GPU, and only ``host`` is meaningful.
 """
 
 from __future__ import annotations
@@ -101,12 +101,16 @@ def loss_of(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
-def unused_memory_of_graphs() -> int:
-    """The memory of CUDA graphs that no tensor has at present. The allocator does not count it as allocated, although
-    nothing else can use it.
+def graph_pools() -> dict[tuple[int, int], int]:
+    """The memory pools of CUDA graphs, with the bytes of each that no tensor has at present. The allocator does not
+    count these as allocated, although nothing else can use them.
     """
-    segments = torch.cuda.memory_snapshot()
-    return sum(each["total_size"] - each["allocated_size"] for each in segments if each["segment_pool_id"] != (0, 0))
+    unused: dict[tuple[int, int], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        pool = segment["segment_pool_id"]
+        if pool != (0, 0):
+            unused[pool] = unused.get(pool, 0) + segment["total_size"] - segment["allocated_size"]
+    return unused
 
 
 class Bench:
@@ -131,9 +135,10 @@ class Bench:
     def ours(self, pipeline: str) -> Callable[..., Any]:
         """Makes a pipeline of this library; returns its step."""
         schedule, _, graphs = pipeline.partition("+")
+        schedule, _, active = schedule.partition("/")
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
-            "pipeline": schedule, "memory_weight": self.arguments.memory_weight, "cuda_graphs": bool(graphs),
+            "pipeline": schedule, **({"active_microbatches": int(active)} if active else {}), "memory_weight": self.arguments.memory_weight, "cuda_graphs": bool(graphs),
         })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -191,9 +196,9 @@ class Bench:
         makers = {name: lambda name=name: several_states(lambda: self.ours(name)) for name in self.arguments.pipelines}
         steps: dict[str, Callable[..., Any]] = {}
         losses: dict[str, float] = {}
-        kept, first = {}, {}
+        kept, first, pools = {}, {}, {}
         for name, make in {**makers, "torch 1F1B": self.torch_pipeline}.items():
-            before = torch.cuda.memory_allocated()
+            before, others = torch.cuda.memory_allocated(), graph_pools().keys()
             begin = time.perf_counter()
             steps[name] = make()
             for _ in range(3):
@@ -202,6 +207,7 @@ class Bench:
             first[name] = time.perf_counter() - begin
             gc.collect()
             kept[name] = torch.cuda.memory_allocated() - before
+            pools[name] = graph_pools().keys() - others
         gc.freeze()
         times: dict[str, list[float]] = {name: [] for name in steps}
         hosts: dict[str, list[float]] = {name: [] for name in steps}
@@ -221,7 +227,7 @@ class Bench:
                 times[name].append((time.perf_counter() - begin) / self.arguments.steps)
                 losses[name] = float("nan") if loss is None else float(loss)
                 others = sum(bytes_ for other, bytes_ in kept.items() if other != name)
-                graphs = unused_memory_of_graphs() if name.endswith("+graphs") else 0
+                graphs = sum(unused for pool, unused in graph_pools().items() if pool in pools[name])
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() + graphs - others)
         every: list[Any] = [None] * c10d.get_world_size()
         c10d.all_gather_object(every, (peaks, losses, {name: statistics.median(hosts[name]) for name in names}))
@@ -245,8 +251,8 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument(
         "--pipelines", nargs="+", default=["interleaved", "interleaved+graphs"],
-        choices=[name + graphs for name in ("interleaved", "simple", "zero_bubble") for graphs in ("", "+graphs")],
-        help="schedules, with the option cuda_graphs where the name ends in +graphs",
+        help="schedules: interleaved, simple or zero_bubble; with at most 3 active microbatches where /3 follows; with "
+        "the option cuda_graphs where +graphs follows",
     )  # fmt: skip
     parser.add_argument("--memory-weight", type=float, help="memory weight of auto_partition; default: the library's")
     parser.add_argument("--microbatches", type=int, default=16)

@@ -120,7 +120,7 @@ class Step:
         monkeypatch.setattr(stage_capture, "_obstacle", lambda *_: None)
         monkeypatch.setattr(self.capture, "_captured", self.capturing)
 
-    def capturing(self, splits, copies, mb):
+    def capturing(self, splits, copies, mb, parameters):
         self.captured += 1
         for parameter in self.trained:
             # As autograd does while a graph is captured: only a missing gradient is new.
@@ -226,7 +226,7 @@ def test_steps_of_another_version_make_room(monkeypatch):
 def test_sparse_gradients_have_no_graphs(monkeypatch):
     step = Step(monkeypatch)
 
-    def sparse(splits, copies, mb):
+    def sparse(splits, copies, mb, parameters):
         step.module[0].weight.grad = torch.eye(2).to_sparse()
         return {0: [object()]}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -36,28 +36,33 @@ class CallPlan:
         spec = task.output_spec
         if spec is None or spec.mutated or spec.effects or task.has_containers or task.writes:
             return False
-        if any(value.parameter is not None for value in task.inputs):
-            return False
         return cls(task)
 
-    def arguments(self, task: Task, env: Mapping[int, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, task: Task, env: Mapping[int, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a task.
 
         Args:
             task: The task, or one of another microbatch that repeats its call.
             env: Tensors by the indices of their values.
+            parameters: Parameters and buffers by their paths.
         """
+
+        def tensor(value: Value) -> torch.Tensor:
+            return env[value.index] if value.parameter is None else parameters[value.parameter]
+
         args, kwargs = list(task.args), task.kwargs
         for place in self._placed:
-            args[place] = env[args[place].index]
+            args[place] = tensor(args[place])
         for place in self._placed_structures:
-            args[place] = _filled(args[place], env)
+            args[place] = _filled(args[place], tensor)
         if self._named or self._named_structures:
             kwargs = dict(kwargs)
             for name in self._named:
-                kwargs[name] = env[kwargs[name].index]
+                kwargs[name] = tensor(kwargs[name])
             for name in self._named_structures:
-                kwargs[name] = _filled(kwargs[name], env)
+                kwargs[name] = _filled(kwargs[name], tensor)
         return args, kwargs or {}
 
 
@@ -65,5 +70,5 @@ def _is_leaf(item: Any) -> bool:
     return type(item) in pytree.ATOMS or isinstance(item, torch.Tensor) or getattr(type(item), "_smp_leaf", False)
 
 
-def _filled(structure: Any, env: Mapping[int, torch.Tensor]) -> Any:
-    return pytree.transform(structure, lambda leaf: env[leaf.index] if type(leaf) is Value else leaf)
+def _filled(structure: Any, tensor: Callable[[Value], torch.Tensor]) -> Any:
+    return pytree.transform(structure, lambda leaf: tensor(leaf) if type(leaf) is Value else leaf)

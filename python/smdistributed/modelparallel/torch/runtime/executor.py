@@ -213,7 +213,7 @@ class Executor:
                 if task.plan is False or (self._early and task.plan.has_replicated):
                     self._run_task(task, env)
                 else:
-                    run_planned(task, task.plan, env)
+                    run_planned(task, task.plan, env, self._parameters)
                 for draw in draws:
                     draw.stop()
                 if snapshots is not None:

@@ -4,8 +4,11 @@ A graph launches all kernels of a stage's forward or backward at once, so the ho
 small kernels. See "Constraints" in https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs for what a graph
 cannot contain.
 
-- CAPTURE-1: a stage has as many copies of its graphs as it has active microbatches. Each copy has its own memory,
-  inputs and outputs, because graphs that share memory must run in the order of their capture, and microbatches overlap.
+- CAPTURE-1: a stage has as many copies of its graphs as it has active microbatches. Each copy has its own memory for
+  what the forward leaves to the backward, its own inputs and outputs, because graphs that share memory must run in the
+  order of their capture, and microbatches overlap. A backward leaves nothing to another graph unless it is split, so
+  backwards of several copies share a memory pool, whatever their order. That of an only copy uses the memory of its
+  forward again.
 - CAPTURE-2: all ranks capture before the first message of a step. Capturing waits for the device, and two ranks that
   wait for each other's messages in it would wait forever.
 - CAPTURE-3: a graph adds to the same ``.grad`` tensors in each step. Where the script has set ``.grad`` to ``None``,
@@ -118,17 +121,26 @@ class CapturedStage:
         number: The stage.
         is_split: Whether gradients of weights are a graph of their own.
         modules: The attributes of modules.
+        parameters: Parameters and buffers by their paths.
         stream: The stream on which graphs are captured.
+        backward_pool: The memory pool that backwards of several copies share (CAPTURE-1).
 
     Attributes:
         root_gradients: Memory for the gradients of outputs, by value.
     """
 
     def __init__(
-        self, mb: Microbatch, number: int, is_split: bool, modules: ModuleState, stream: torch.cuda.Stream
+        self,
+        mb: Microbatch,
+        number: int,
+        is_split: bool,
+        modules: ModuleState,
+        parameters: Mapping[str, torch.Tensor],
+        stream: torch.cuda.Stream,
+        backward_pool: Any | None,
     ) -> None:
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
+        pool, self._stream = torch.cuda.graph_pool_handle(), stream
         tasks = [mb.recording.tasks[task] for task in stage.tasks]
         replicated = Replicated.of(tasks)
         self._replicated = [Buffer.like(tensor) for tensor in replicated.tensors]
@@ -156,12 +168,12 @@ class CapturedStage:
                 for task in tasks:
                     grad_autocast.enter(task)
                     assert isinstance(task.plan, CallPlan), "checked by `_obstacle`"
-                    run_planned(task, task.plan, env)
+                    run_planned(task, task.plan, env, parameters)
             found.update((value, env[value]) for value in stage.exports)
             kept = (value for value in mb.recording.retained.by_value if value in env)
             self._kept.update((value, env[value].detach()) for value in kept)
 
-        self._forward = self._capture(forward)
+        self._forward = self._capture(forward, pool)
         self._exports = {value: tensor.detach() for value, tensor in found.items()}
         wanted = set(stage.backward_roots).union(*(graph.gradients(number, other) for other in stage.outputs))
         roots = {value: found[value] for value in stage.exports if value in wanted and found[value].requires_grad}
@@ -178,8 +190,8 @@ class CapturedStage:
             if is_split:
                 weights.end()
 
-        self._backward = self._capture(backward) if roots else None
-        self._weights = self._capture(weights.run) if is_split and weights.size() else None
+        self._backward = self._capture(backward, backward_pool or pool) if roots else None
+        self._weights = self._capture(weights.run, pool) if is_split and weights.size() else None
         #: Of inputs on which no root depends, zeros.
         self._input_gradients = {
             value: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -197,11 +209,11 @@ class CapturedStage:
         copy.replace_leaves(lambda leaf: self._replicated[next(numbers)].tensor if _is_replicated(leaf) else leaf)
         return copy
 
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Threads of this library and of NCCL query events meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 run()
         finally:
             # `torch.cuda.graph` does not leave its stream after an error.
@@ -328,7 +340,7 @@ class StageCapture:
                 )
                 return
             program.captures += 1
-            self._capture(program, numbers, actions, mb, own)
+            self._capture(program, numbers, actions, mb, parameters)
             program.state = state
         self._free = {number: list(copies) for number, copies in program.stages.items()}
         for parameter, gradient in program.gradients:
@@ -346,7 +358,7 @@ class StageCapture:
         numbers: Iterable[int],
         actions: Sequence[Action],
         mb: Microbatch,
-        parameters: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
     ) -> None:
         # All stages, so that all ranks come to the same result.
         for number, stage in enumerate(mb.stage_graph.stages):
@@ -360,20 +372,21 @@ class StageCapture:
             if mb.stage_graph.stages[number].has_backward
         }
         # The first capture finds the parameters that get a gradient.
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
+        own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
+        before = [parameter.grad for parameter in own]
+        for parameter in own:
             parameter.grad = None
         try:
-            self._captured(splits, dict.fromkeys(splits, 1), mb)
+            self._captured(splits, dict.fromkeys(splits, 1), mb, parameters)
         finally:
-            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
-            for parameter, gradient in zip(parameters, before, strict=True):
+            for parameter, gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
         if is_sparse:
             self._warn("`cuda_graphs` has no effect on this step: a parameter has sparse gradients")
             return
-        self._gradients = {id(each): self._gradients[id(each)] for each in parameters if id(each) in self._gradients}
+        self._gradients = {id(each): self._gradients[id(each)] for each in own if id(each) in self._gradients}
         for parameter in trained:
             known = self._gradients.get(id(parameter))
             if known is None or not _is_like(known[1], parameter):
@@ -381,17 +394,24 @@ class StageCapture:
                 known = self._gradients[id(parameter)] = parameter, gradient
             _begin_gradient(*known)
             program.gradients.append(known)
-        program.stages = self._captured(splits, {number: _most_active(actions, number) for number in splits}, mb)
+        copies = {number: _most_active(actions, number) for number in splits}
+        program.stages = self._captured(splits, copies, mb, parameters)
 
     def _captured(
-        self, splits: Mapping[int, bool], copies: Mapping[int, int], mb: Microbatch
+        self,
+        splits: Mapping[int, bool],
+        copies: Mapping[int, int],
+        mb: Microbatch,
+        parameters: Mapping[str, torch.Tensor],
     ) -> dict[int, list[CapturedStage]]:
-        stream = torch.cuda.Stream()
+        stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}
         for number, is_split in splits.items():
+            shared = backward_pool if copies[number] > 1 and not is_split else None
             try:
                 stages[number] = [
-                    CapturedStage(mb, number, is_split, self._modules, stream) for _ in range(copies[number])
+                    CapturedStage(mb, number, is_split, self._modules, parameters, stream, shared)
+                    for _ in range(copies[number])
                 ]
             except torch.OutOfMemoryError:
                 raise
@@ -468,7 +488,7 @@ def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | Non
         if isinstance(getattr(task.call, "__self__", None), RetainedTensor):
             return "the body uses a tensor of an earlier step"
         if not isinstance(task.plan, CallPlan):
-            return f"`{task.name}` changes its arguments, or takes a parameter as an argument"
+            return f"`{task.name}` changes its arguments, or takes or returns lists or objects that it changes"
         for meta in task.known_spec.metas:
             if meta.device.type != "cuda":
                 return f"`{task.name}` returns a tensor on the {meta.device.type}"

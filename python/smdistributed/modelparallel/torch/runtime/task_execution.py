@@ -64,9 +64,11 @@ def task_outputs(
     return outputs
 
 
-def run_planned(task: Task, plan: CallPlan, env: dict[int, torch.Tensor]) -> None:
+def run_planned(
+    task: Task, plan: CallPlan, env: dict[int, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
     """Run a task with a plan for its arguments, and add its results to ``env``."""
-    args, kwargs = plan.arguments(task, env)
+    args, kwargs = plan.arguments(task, env, parameters)
     result = task.call(*args, **kwargs)
     if plan.is_single_output:
         meta = task.known_spec.metas[0]
