@@ -138,7 +138,8 @@ class Bench:
         schedule, _, active = schedule.partition("/")
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
-            "pipeline": schedule, **({"active_microbatches": int(active)} if active else {}), "memory_weight": self.arguments.memory_weight, "cuda_graphs": bool(graphs),
+            "pipeline": schedule, "active_microbatches": int(active) if active else None,
+            "memory_weight": self.arguments.memory_weight, "cuda_graphs": bool(graphs),
         })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))

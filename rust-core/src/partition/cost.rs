@@ -140,7 +140,8 @@ pub(super) fn peak_bytes(tree: &CostTree, assignment: &[u32], objective: &Object
 }
 
 /// Whether the result of a partition is needed on an earlier one. An embedding that is on a later partition than the
-/// layers that need it does not count: it needs no result of theirs, so it runs ahead.
+/// layers that need it does not count: it needs no result of theirs, so it runs ahead. The order of the first calls
+/// stands for the dependencies, so the answer may be true without a return, but not the reverse.
 pub(super) fn returns(tree: &CostTree, assignment: &[u32]) -> bool {
     let first_run = |module: usize| tree.modules()[module].first_run;
     tree.values().iter().any(|value| {

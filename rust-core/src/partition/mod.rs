@@ -53,7 +53,7 @@ use crate::error::{Error, Result};
 const ROUNDING: f64 = 1e-9;
 /// Factor up to which a cost counts as equally good, because estimates are not more precise.
 const EQUAL_COST_FACTOR: f64 = 1.05;
-/// Factor up to which memory decides.
+/// A cut whose largest cost is within this factor of the lowest one is used if it needs less memory.
 const NEARLY_EQUAL_COST_FACTOR: f64 = 1.02;
 
 /// The partition of each module of a tree, in the tree's order.
@@ -68,10 +68,10 @@ pub struct Partition {
 /// # Errors
 /// [`Error::InvalidArgument`] if there are no partitions, or the objective is not for as many.
 pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> Result<Partition> {
-    let intended = objective.kept.forward_only.len();
-    if partitions == 0 || intended != partitions {
+    let objective_partitions = objective.kept.forward_only.len();
+    if partitions == 0 || objective_partitions != partitions {
         return Err(Error::InvalidArgument(format!(
-            "the objective is for {intended} partitions: expected {partitions}"
+            "the objective is for {objective_partitions} partitions: expected {partitions}"
         )));
     }
     let published = published::partition(tree, partitions, objective);

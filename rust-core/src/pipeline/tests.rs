@@ -136,6 +136,17 @@ fn light_stages_delay_no_other_rank() {
 }
 
 #[test]
+fn many_equal_stages_are_not_light() {
+    for (p, m, chunks) in [(2, 32, 24), (4, 64, 17)] {
+        let graph = Graph::chain(p, chunks, StagePlacement::Looped, m, Costs::UNIT).unwrap();
+        let heights = graph.heights();
+        let most = (0..p).map(|rank| (0..chunks).map(|lap| heights[lap * p + rank]).sum::<usize>()).max().unwrap();
+        let timeline = timeline(&graph, Schedule::ZeroBubble);
+        assert!(timeline.peak_bytes.iter().all(|&bytes| bytes <= most as u64), "{:?} {most}", timeline.peak_bytes);
+    }
+}
+
+#[test]
 fn one_f_one_b_keeps_as_many_microbatches_as_there_are_ranks_after_it() {
     let timeline = timeline(&chain(4, 16, Costs::UNIT), Schedule::Interleaved);
     assert_eq!(timeline.peak_bytes, [4, 3, 2, 1]);

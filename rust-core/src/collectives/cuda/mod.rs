@@ -296,17 +296,18 @@ impl Cuda {
             }
             own.closing.write().clear();
             drop(ended);
-            let closed = start.elapsed();
-            // The caller does not wait for the rest: the end of the process frees everything.
+            tracing::debug!(after = ?start.elapsed(), "group {} has closed its communicators", own.id);
+            // The caller does not wait for the rest. The end of the process waits for a call that has begun (DEV-5), and
+            // then the system frees everything.
+            device_comms.iter().for_each(|device_comm| own.retire(device_comm));
+            own.forget_keys();
             device_comms.iter().for_each(|device_comm| device_comm.comm.free_others());
             // Other members may have used theirs.
             split_comm.iter().for_each(Parent::abort);
-            tracing::debug!(?closed, freed = ?start.elapsed(), "group {} has closed its communicators", own.id);
-            device_comms.iter().for_each(|device_comm| own.retire(device_comm));
-            own.forget_keys();
+            tracing::debug!(after = ?start.elapsed(), "group {} has freed its communicators", own.id);
         };
         if std::thread::Builder::new().name("smd-cuda-close".into()).spawn(work).is_ok() {
-            // Returns when the thread has ended.
+            // Returns when the thread has dropped `ended`.
             let _ = end.recv_timeout(CLOSE_LIMIT);
         }
     }

@@ -37,7 +37,8 @@ struct StageState {
     ended: usize,
     /// How many forwards may be ahead of backwards.
     ahead: usize,
-    /// Whether it is too small to be limited like others, see [`light`].
+    /// Whether it takes so little time and memory that it runs first and does not count in [`Scheduler::kept`], see
+    /// [`light`].
     light: bool,
 }
 
@@ -76,7 +77,7 @@ struct Scheduler<'a> {
     schedule: Schedule,
     /// Maximum number of microbatches in flight on each rank.
     active: Vec<usize>,
-    /// Maximum number of activations that a rank may keep, in stages. It applies only where backwards are split, since
+    /// Maximum number of activations that a rank may keep, in stages that are not light. It applies only where backwards are split, since
     /// a deferred second part keeps activations longer than 1F1B would.
     kept: usize,
     stages: Vec<StageState>,
@@ -97,22 +98,31 @@ enum ScheduleEvent {
     Gradient(usize, usize),
 }
 
-/// A light stage needs less than this part of its rank's time and activations.
+/// The light stages of a rank need together less than this part of its time and of its activations.
 const LIGHT_PART: u64 = 16;
 
 /// The stages that are light, such as an embedding on the rank of the output layer whose parameter it shares.
 fn light(graph: &Graph) -> Vec<bool> {
     let time = |stage: &Stage| stage.costs.forward + stage.costs.input + stage.costs.weight;
-    let (mut times, mut bytes) = (vec![0_u64; graph.ranks()], vec![0_u64; graph.ranks()]);
-    for stage in graph.stages().iter().filter(|stage| stage.backward) {
-        times[stage.rank] += time(stage);
-        bytes[stage.rank] += stage.activation_bytes;
+    let mut light = vec![false; graph.stages().len()];
+    for rank in 0..graph.ranks() {
+        let own = (graph.stages().iter().enumerate()).filter(|(_, stage)| stage.rank == rank && stage.backward);
+        let mut own: Vec<(u64, u64, usize)> =
+            own.map(|(index, stage)| (time(stage), stage.activation_bytes, index)).collect();
+        own.sort_unstable();
+        let whole_time: u64 = own.iter().map(|(time, ..)| time).sum();
+        let whole_bytes: u64 = own.iter().map(|(_, bytes, _)| bytes).sum();
+        let (mut light_time, mut light_bytes) = (0_u64, 0_u64);
+        let part = |sum: u64, whole: u64| sum.saturating_mul(LIGHT_PART) < whole;
+        for (time, bytes, index) in own {
+            light_time += time;
+            light[index] = part(light_time, whole_time) && part(light_bytes + bytes, whole_bytes);
+            if light[index] {
+                light_bytes += bytes;
+            }
+        }
     }
-    let part = |own: u64, whole: u64| own.saturating_mul(LIGHT_PART) < whole;
-    let is_light = |stage: &Stage| {
-        stage.backward && part(time(stage), times[stage.rank]) && part(stage.activation_bytes, bytes[stage.rank])
-    };
-    graph.stages().iter().map(is_light).collect()
+    light
 }
 
 /// How many forwards each stage may be ahead of its backwards if the first stage may be `active` ahead; the others
@@ -137,14 +147,17 @@ impl<'a> Scheduler<'a> {
             }
             _ => graph.heights(),
         };
-        let light = light(graph);
+        let light = match schedule {
+            Schedule::Interleaved | Schedule::ZeroBubble => light(graph),
+            Schedule::Simple | Schedule::ForwardOnly => vec![false; graph.stages().len()],
+        };
         let mut own = vec![Vec::new(); ranks];
         let mut stages = Vec::with_capacity(graph.stages().len());
         for (index, stage) in graph.stages().iter().enumerate() {
             own[stage.rank].push(index);
             let ahead = match schedule {
                 Schedule::Simple | Schedule::ForwardOnly => usize::MAX,
-                // Its rank runs it between the tasks of other stages, and an earlier rank must not wait for it.
+                // The result of its forward travels to the first rank, and the gradient comes back from there.
                 Schedule::Interleaved | Schedule::ZeroBubble if light[index] => heights[index] + ranks,
                 Schedule::Interleaved | Schedule::ZeroBubble => heights[index],
             };
@@ -270,7 +283,7 @@ impl<'a> Scheduler<'a> {
         best.map(|&index| (self.stages[index].forward, index, ActionKind::Forward))
     }
 
-    /// The activations that `rank` keeps, in stages.
+    /// The activations that `rank` keeps, in stages that are not light.
     fn kept(&self, rank: usize) -> usize {
         let own = self.own[rank].iter().filter(|&&index| self.graph.stage(index).backward && !self.stages[index].light);
         own.map(|&index| self.stages[index].forward - self.stages[index].ended).sum()

@@ -9,7 +9,7 @@
 //!
 //! All schedules but one are policies of the list scheduler in `list.rs`, which works for any graph: skip
 //! connections, ranks with several stages, branches. Chains that loop over the ranks get the order of the literature
-//! (`looped.rs`).
+//! (`looped.rs`), unless their stages differ so much that the list scheduler's order is clearly faster.
 
 mod list;
 mod looped;
@@ -65,6 +65,9 @@ impl FromStr for Schedule {
     }
 }
 
+/// How many times as fast the list scheduler's order must be to be used instead of looped 1F1B.
+const LISTED_ADVANTAGE: f64 = 1.05;
+
 /// Limits on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bounds {
@@ -117,14 +120,16 @@ pub fn plan(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program
 pub fn computations(graph: &Graph, schedule: Schedule, bounds: Bounds) -> Result<Program> {
     let active = (0..graph.ranks()).map(|rank| bounds.active(graph, rank, schedule)).collect::<Result<Vec<_>>>()?;
     // The list scheduler handles any graph, and bounds that are too tight for the order of the literature.
-    let listed = list::order(graph, schedule, &active, bounds.active_microbatches)?;
-    if schedule == Schedule::Interleaved
-        && let Some(looped) = looped::order(graph)
-        && validate(graph, &looped, bounds, true).is_ok()
-        // That order is for stages of about equal costs.
-        && simulate(graph, &looped)?.step_time <= simulate(graph, &listed)?.step_time
-    {
-        return Ok(looped);
-    }
-    Ok(listed)
+    let list = || list::order(graph, schedule, &active, bounds.active_microbatches);
+    let looped = (schedule == Schedule::Interleaved).then(|| looped::order(graph)).flatten();
+    let Some((looped, timeline)) =
+        looped.and_then(|program| validate(graph, &program, bounds, true).ok().map(|timeline| (program, timeline)))
+    else {
+        return list();
+    };
+    // The looped order is for stages of about equal costs. The list scheduler may keep more activations, so it has to
+    // be clearly faster.
+    let listed = list()?;
+    let step_time = simulate(graph, &listed)?.step_time as f64;
+    Ok(if step_time * LISTED_ADVANTAGE < timeline.step_time as f64 { listed } else { looped })
 }

@@ -8,7 +8,7 @@ cannot contain.
   what the forward leaves to the backward, its own inputs and outputs, because graphs that share memory must run in the
   order of their capture, and microbatches overlap. A backward leaves nothing to another graph unless it is split, so
   backwards of several copies share a memory pool, whatever their order. That of an only copy uses the memory of its
-  forward again.
+  forward again. Gradients of inputs stay allocated in the pool, and are copied right after the backward.
 - CAPTURE-2: all ranks capture before the first message of a step. Capturing waits for the device, and two ranks that
   wait for each other's messages in it would wait forever.
 - CAPTURE-3: a graph adds to the same ``.grad`` tensors in each step. Where the script has set ``.grad`` to ``None``,
@@ -362,7 +362,7 @@ class StageCapture:
     ) -> None:
         # All stages, so that all ranks come to the same result.
         for number, stage in enumerate(mb.stage_graph.stages):
-            reason = _obstacle(mb.stage_graph, number, mb.recording) if stage.has_backward else None
+            reason = _obstacle(mb.stage_graph, number, mb.recording, parameters) if stage.has_backward else None
             if reason is not None:
                 self._warn(f"`cuda_graphs` has no effect on this step: {reason}")
                 return
@@ -466,7 +466,9 @@ def _begin_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | None:
+def _obstacle(
+    graph: StageGraph, number: int, recording: Recording, parameters: Mapping[str, torch.Tensor]
+) -> str | None:
     """Return why a stage cannot be captured; ``None`` if it can."""
     stage = graph.stages[number]
     if graph.without_graph:
@@ -489,6 +491,14 @@ def _obstacle(graph: StageGraph, number: int, recording: Recording) -> str | Non
             return "the body uses a tensor of an earlier step"
         if not isinstance(task.plan, CallPlan):
             return f"`{task.name}` changes its arguments, or takes or returns lists or objects that it changes"
+        for path in filter(None, (value.parameter for value in task.inputs)):
+            parameter = parameters[path]
+            if isinstance(parameter, MetaParameter):
+                continue
+            if parameter.device.type != "cuda":
+                return f"`{task.name}` takes `{path}`, which is on the {parameter.device.type}"
+            if _has_hook(parameter):
+                return f"`{path}`, which `{task.name}` takes, has a hook on its gradient, which a graph would not call"
         for meta in task.known_spec.metas:
             if meta.device.type != "cuda":
                 return f"`{task.name}` returns a tensor on the {meta.device.type}"
@@ -517,9 +527,13 @@ def _hook_of(called: nn.Module, name: str) -> str | None:
     for path, parameter in called.named_parameters():
         if isinstance(parameter, MetaParameter):
             continue
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if _has_hook(parameter):
             return f"the parameter `{path}` of `{name}` has a hook on its gradient, which a graph would not call"
     return None
+
+
+def _has_hook(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _is_replicated(leaf: Any) -> bool:
