@@ -71,7 +71,7 @@ def _train(name, schedule, looped, graphs, device, change=None):
             if number != 4:
                 optimizer.zero_grad(set_to_none=number != 3)
             if change is not None and number == 4:
-                change(case)
+                change(case, model)
             losses = step(model, *(each.to(device) for each in case.batch(number)))
             seen[number] = torch.stack(list(losses)).clone()
             for path, parameter in model.local_named_parameters():
@@ -140,32 +140,45 @@ def _changes_body():
     device = _device()
     calls = []
 
-    def scale(case):
+    def scale(case, _):
         for piece in case.pieces:
             for module in piece.modules():
                 if isinstance(module, torch.nn.LayerNorm):
                     module.eps = 0.5
 
-    def hook(case):
+    def hook(case, _):
         for piece in case.pieces:
             for module in piece.modules():
                 if isinstance(module, torch.nn.LayerNorm):
                     module.register_forward_hook(lambda *arguments: calls.append(1))
 
-    failed = []
-    for change, reason in ((scale, None), (hook, "has a hook, which a graph would not call")):
-        alone, _, _ = _train("gpt2", "interleaved", False, False, device, change)
+    def hook_of_parameter(_, model):
+        for path, parameter in model.local_named_parameters():
+            if path == "scale":
+                parameter.register_hook(lambda _: calls.append(1))
+
+    failed, told = [], []
+    for name, change, reason in (
+        ("gpt2", scale, None),
+        ("gpt2", hook, "has a hook, which a graph would not call"),
+        ("mlp", hook_of_parameter, "has a hook on its gradient, which a graph would not call"),
+    ):
+        alone, _, _ = _train(name, "interleaved", False, False, device, change)
         expected, calls[:] = len(calls), []
-        other, count, texts = _train("gpt2", "interleaved", False, True, device, change)
-        told = [each for each in texts if "cuda_graphs" in each]
-        is_told = not told if reason is None else len(told) == 1 and reason in told[0]
+        other, count, texts = _train(name, "interleaved", False, True, device, change)
+        found = [each for each in texts if "cuda_graphs" in each]
         # The graphs of the steps before the change stay, because those steps may return.
-        if not _same(alone, other) or len(calls) != expected or not count or not is_told:
-            failed.append((change.__name__, count, len(calls), expected, told))
+        is_right = count and all(reason is not None and reason in each for each in found)
+        if not _same(alone, other) or len(calls) != expected or not is_right:
+            failed.append((change.__name__, count, len(calls), expected, found))
+        told.append(len(found))
         calls.clear()
-    return failed
+    return failed, told
 
 
 def test_changed_attributes_and_new_hooks_are_noticed():
     pytest.importorskip("transformers")
-    assert run_ranks(_changes_body, 2, timeout=120) == [[]] * 2
+    results = run_ranks(_changes_body, 2, timeout=120)
+    assert [failed for failed, _ in results] == [[]] * 2
+    # The parameter with a hook is on one of the ranks.
+    assert sorted(told for _, told in results) == [[0, 1, 0], [0, 1, 1]]
