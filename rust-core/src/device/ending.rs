@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// How long [`begin`] waits for running calls. One of them may be waiting for a departed member. Freeing a communicator
-/// takes 0.3 to 1.3 s.
+/// How long [`begin`] waits for running calls. One of them may be waiting for a departed member, or freeing a
+/// communicator, which takes up to 2 s.
 const LIMIT: Duration = Duration::from_secs(4);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 

@@ -3,7 +3,7 @@
 use super::CostTree;
 use crate::error::{Error, Result};
 use crate::pipeline::LinkCost;
-use crate::pipeline::schedule::Schedule;
+use crate::pipeline::schedule::{LIGHT_PART, Schedule};
 
 /// The objective that a partition balances.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,7 +33,7 @@ impl Objective {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptMicrobatches {
     /// If results go to later partitions only.
-    pub forward_only: Vec<u64>,
+    pub without_return: Vec<u64>,
     /// If a result of a later partition returns to an earlier one, as for an output layer that is on the partition of
     /// the embedding whose parameter it shares.
     pub with_return: Vec<u64>,
@@ -56,7 +56,7 @@ pub fn kept_microbatches(
         Schedule::ZeroBubble => active.map_or(most.min(partitions as u64 + returned), |_| most),
     };
     let all = |returned: u64| (0..partitions).map(|index| kept(index, returned)).collect();
-    KeptMicrobatches { forward_only: all(0), with_return: all(1) }
+    KeptMicrobatches { without_return: all(0), with_return: all(1) }
 }
 
 /// The cost of one partition. Times are in nanoseconds for one microbatch.
@@ -101,7 +101,7 @@ impl<'a> CostModel<'a> {
     pub(super) fn new(tree: &CostTree, objective: &'a Objective) -> Self {
         let mut whole = StageCost::default();
         tree.modules().iter().for_each(|module| whole.add(module));
-        let each = &objective.kept.forward_only;
+        let each = &objective.kept.without_return;
         let kept = each.iter().sum::<u64>() as f64 / each.len() as f64;
         let memory = (whole.parameter_bytes + whole.state_bytes) as f64 + whole.activation_bytes as f64 * kept;
         let tasks: u64 = tree.tasks().iter().map(|tasks| tasks.time).sum();
@@ -112,7 +112,7 @@ impl<'a> CostModel<'a> {
     pub(super) fn of(&self, index: usize, sums: &StageCost) -> f64 {
         let weight = self.objective.memory_weight;
         let memory = (sums.parameter_bytes + sums.state_bytes) as f64
-            + sums.activation_bytes as f64 * self.objective.kept.forward_only[index] as f64;
+            + sums.activation_bytes as f64 * self.objective.kept.without_return[index] as f64;
         // Counted twice: for the value in the forward and its gradient in the backward.
         let transfer = 2.0 * sums.transfer as f64;
         let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
@@ -134,24 +134,25 @@ impl StageCost {
 /// As [`stage_costs`].
 pub(super) fn peak_bytes(tree: &CostTree, assignment: &[u32], objective: &Objective) -> u64 {
     let kept = &objective.kept;
-    let kept = if returns(tree, assignment) { &kept.with_return } else { &kept.forward_only };
+    let kept =
+        if returns(tree, assignment, kept.without_return.len()) { &kept.with_return } else { &kept.without_return };
     let stages = stage_costs(tree, assignment, objective);
     stages.iter().zip(kept).map(|(stage, &kept)| stage.peak_bytes(kept)).max().unwrap_or(0)
 }
 
-/// Whether the result of a partition is needed on an earlier one. An embedding that is on a later partition than the
-/// layers that need it does not count: it needs no result of theirs, so it runs ahead. The order of the first calls
-/// stands for the dependencies, so the answer may be true without a return, but not the reverse.
-pub(super) fn returns(tree: &CostTree, assignment: &[u32]) -> bool {
-    let first_run = |module: usize| tree.modules()[module].first_run;
+/// Whether an earlier partition needs the result of a later one. It does not count where the later partition has hardly
+/// computed anything before: an embedding that is beside the output layer, and not beside the layers that need it.
+pub(super) fn returns(tree: &CostTree, assignment: &[u32], partitions: usize) -> bool {
+    let modules = tree.modules();
+    let equal_part = modules.iter().map(|module| module.time).sum::<u64>() / partitions as u64;
     tree.values().iter().any(|value| {
-        let back = |home: u32| {
-            // Modules that ran before this one on later partitions than that of the consumer.
-            (0..assignment.len()).any(|other| {
-                first_run(other).is_some() && first_run(other) < first_run(value.from) && assignment[other] > home
-            })
-        };
-        value.to.iter().any(|&to| assignment[to] < assignment[value.from] && back(assignment[to]))
+        value.to.iter().any(|&to| {
+            let until_then = (modules.iter().zip(assignment))
+                .filter(|(module, partition)| **partition > assignment[to] && module.first_run.is_some())
+                .filter(|(module, _)| module.first_run <= modules[value.from].first_run);
+            assignment[to] < assignment[value.from]
+                && until_then.map(|(module, _)| module.time).sum::<u64>().saturating_mul(LIGHT_PART) > equal_part
+        })
     })
 }
 
@@ -160,7 +161,7 @@ pub(super) fn returns(tree: &CostTree, assignment: &[u32]) -> bool {
 /// # Panics
 /// If `assignment` has another number of modules than the tree, or a partition that `objective` does not have.
 pub fn stage_costs(tree: &CostTree, assignment: &[u32], objective: &Objective) -> Vec<StageCost> {
-    let mut stages = vec![StageCost::default(); objective.kept.forward_only.len()];
+    let mut stages = vec![StageCost::default(); objective.kept.without_return.len()];
     for (module, &partition) in tree.modules().iter().zip(assignment) {
         stages[partition as usize].add(module);
     }

@@ -68,7 +68,7 @@ pub struct Partition {
 /// # Errors
 /// [`Error::InvalidArgument`] if there are no partitions, or the objective is not for as many.
 pub fn partition(tree: &CostTree, partitions: usize, objective: &Objective) -> Result<Partition> {
-    let objective_partitions = objective.kept.forward_only.len();
+    let objective_partitions = objective.kept.without_return.len();
     if partitions == 0 || objective_partitions != partitions {
         return Err(Error::InvalidArgument(format!(
             "the objective is for {objective_partitions} partitions: expected {partitions}"

@@ -367,10 +367,22 @@ fn a_tied_output_layer_is_where_the_least_memory_is_needed() {
         let at_first: Vec<u32> = (tree.modules().iter().zip(&found))
             .map(|(module, &partition)| if ["head", "body.embedding"].contains(&&*module.path) { 0 } else { partition })
             .collect();
-        assert!(cost::returns(&tree, &at_first) && !cost::returns(&tree, &found));
+        assert!(cost::returns(&tree, &at_first, partitions) && !cost::returns(&tree, &found, partitions));
         // The output layer on the first partition keeps every microbatch for longer, and that partition keeps the most.
         assert!(cost::peak_bytes(&tree, &found, &objective) < cost::peak_bytes(&tree, &at_first, &objective));
     }
+}
+
+#[test]
+fn a_result_of_one_large_module_returns() {
+    let mut tree = Builder::default();
+    let root = tree.container(None, "");
+    for (path, time) in [("first", 100), ("large", 200), ("last", 100)] {
+        tree.layer(root, path, 10, 10, time, 10);
+    }
+    let tree = tree.tree();
+    assert!(cost::returns(&tree, &[0, 0, 1, 0], 2));
+    assert!(!cost::returns(&tree, &[0, 0, 1, 1], 2));
 }
 
 #[test]

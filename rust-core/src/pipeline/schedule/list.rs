@@ -4,7 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use super::Schedule;
+use super::{LIGHT_PART, Schedule};
 use crate::error::{Error, Result};
 use crate::pipeline::{Action, ActionKind, Graph, Program, Stage};
 
@@ -77,8 +77,8 @@ struct Scheduler<'a> {
     schedule: Schedule,
     /// Maximum number of microbatches in flight on each rank.
     active: Vec<usize>,
-    /// Maximum number of activations that a rank may keep, in stages that are not light. It applies only where backwards are split, since
-    /// a deferred second part keeps activations longer than 1F1B would.
+    /// Maximum number of activations that a rank may keep, in stages that are not light. It applies only where backwards
+    /// are split, since a deferred second part keeps activations longer than 1F1B would.
     kept: usize,
     stages: Vec<StageState>,
     /// The stages of each rank.
@@ -98,10 +98,8 @@ enum ScheduleEvent {
     Gradient(usize, usize),
 }
 
-/// The light stages of a rank need together less than this part of its time and of its activations.
-const LIGHT_PART: u64 = 16;
-
-/// The stages that are light, such as an embedding on the rank of the output layer whose parameter it shares.
+/// The stages that are light, such as an embedding on the rank of the output layer whose parameter it shares. Together,
+/// those of a rank need less than one part in [`LIGHT_PART`] of its time and of its activations.
 fn light(graph: &Graph) -> Vec<bool> {
     let time = |stage: &Stage| stage.costs.forward + stage.costs.input + stage.costs.weight;
     let mut light = vec![false; graph.stages().len()];

@@ -65,6 +65,8 @@ impl FromStr for Schedule {
     }
 }
 
+/// Work of less than one part in this many hardly delays the rest.
+pub(crate) const LIGHT_PART: u64 = 16;
 /// How many times as fast the list scheduler's order must be to be used instead of looped 1F1B.
 const LISTED_ADVANTAGE: f64 = 1.05;
 
