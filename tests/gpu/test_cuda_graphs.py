@@ -12,25 +12,33 @@ from support.devices import needs_one
 pytestmark = [pytest.mark.timeout(280), needs_one]
 
 #: Models whose stages are captured, and models that have a reason against it.
-CAPTURED = ("mlp", "skip", "tied", "gpt2", "t5")
+CAPTURED = ("mlp", "skip", "tied", "nested", "dropout", "gpt2", "t5")
 OTHERS = {
-    "nested": "is used on another partition",
-    "dropout": "modules draw random numbers",
     "asking": "it reads values in its body",
     "in_place": "a task writes to a tensor in place",
 }
 
 
-def _device():
+def _device(dtype="float64"):
     import torch
 
     torch.cuda.set_device(devices.own())
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(getattr(torch, dtype))
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _train(name, schedule, looped, graphs, device, change=None):
-    """Trains for six steps; returns losses and gradients of each step, the number of graphs, and the warnings."""
+def _train(name, schedule, looped, graphs, device, change=None, settings=None, probability=None, autocast=""):
+    """Trains for six steps.
+
+    Args:
+        change: Called in the fifth step.
+        settings: More of `smp.init`.
+        probability: That of dropout, if the model has any.
+        autocast: Where it is entered: `inside` of the step's body or `outside`; and with which type.
+
+    Returns losses and gradients of each step, the number of graphs, and the warnings.
+    """
+    import contextlib
     import warnings
 
     import torch
@@ -46,10 +54,14 @@ def _train(name, schedule, looped, graphs, device, change=None):
             "auto_partition": False,
             "default_partition": 0,
             "cuda_graphs": graphs,
+            **(settings or {}),
         }
     )
     torch.manual_seed(7)
     case = MODELS[name]()
+    for module in case.model.modules():
+        if probability is not None and isinstance(module, torch.nn.Dropout):
+            module.p = probability
     rows = 4 if looped and len(case.pieces) >= 4 else 2
     for place, piece in enumerate(case.pieces):
         place = case.together[0] if place in case.together else place
@@ -57,9 +69,14 @@ def _train(name, schedule, looped, graphs, device, change=None):
     model = smp.DistributedModel(case.model)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
+    def cast(place):
+        where, _, dtype = autocast.partition(" ")
+        return torch.autocast("cuda", getattr(torch, dtype)) if where == place else contextlib.nullcontext()
+
     @smp.step
     def step(model, *batch):
-        outputs = case.body(model, *batch)
+        with cast("inside"):
+            outputs = case.body(model, *batch)
         model.backward(outputs[0])
         return outputs[0]
 
@@ -72,11 +89,15 @@ def _train(name, schedule, looped, graphs, device, change=None):
                 optimizer.zero_grad(set_to_none=number != 3)
             if change is not None and number == 4:
                 change(case, model)
-            losses = step(model, *(each.to(device) for each in case.batch(number)))
+            batch = (each.to(device) for each in case.batch(number))
+            batch = (each.to(torch.get_default_dtype()) if each.is_floating_point() else each for each in batch)
+            with cast("outside"):
+                losses = step(model, *batch)
             seen[number] = torch.stack(list(losses)).clone()
             for path, parameter in model.local_named_parameters():
                 seen[number, path] = None if parameter.grad is None else parameter.grad.clone()
             optimizer.step()
+    seen["random"] = torch.rand(3), torch.rand(3, device=device)
     capture = model.pipeline._capture
     count = 0 if capture is None else capture.num_graphs
     smp.shutdown()
@@ -88,7 +109,9 @@ def _same(one, other):
 
     if one.keys() != other.keys():
         return False
-    pairs = [(tensor, other[key]) for key, tensor in one.items()]
+    if not all(map(torch.equal, one["random"], other["random"])):
+        return False
+    pairs = [(tensor, other[key]) for key, tensor in one.items() if key != "random"]
     return all(
         mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
         for mine, theirs in pairs
@@ -116,6 +139,36 @@ def _equality_body():
 def test_losses_and_gradients_are_those_without_graphs():
     pytest.importorskip("transformers")
     assert run_ranks(_equality_body, 2, timeout=250) == [[]] * 2
+
+
+def _draws_and_casts_body():
+    import torch
+
+    device = _device("float32")
+    torch.backends.cudnn.deterministic = True
+    failed = []
+    for name, schedule, autocast, probability in (
+        ("gpt2", "interleaved", "inside bfloat16", 0.0),
+        ("gpt2", "zero_bubble", "outside bfloat16", 0.3),
+        ("gpt2", "interleaved", "", 0.3),
+        ("t5", "interleaved", "outside bfloat16", 0.2),
+        ("mlp", "zero_bubble", "inside float16", None),
+        ("tied", "interleaved", "inside bfloat16", None),
+    ):
+        looped = schedule == "zero_bubble"
+        arguments = {"probability": probability, "autocast": autocast}
+        alone, _, _ = _train(name, schedule, looped, False, device, **arguments)
+        captured, count, texts = _train(name, schedule, looped, True, device, **arguments)
+        if count == 0:
+            failed.append((name, schedule, arguments, "no graphs", [each for each in texts if "graph" in each]))
+        elif not _same(alone, captured):
+            failed.append((name, schedule, arguments, f"other numbers with {count} graphs"))
+    return failed
+
+
+def test_random_numbers_and_casts_are_those_without_graphs():
+    pytest.importorskip("transformers")
+    assert run_ranks(_draws_and_casts_body, 2, timeout=120) == [[]] * 2
 
 
 def _reasons_body():

@@ -12,6 +12,7 @@
 
 #include "weight_gradients/accumulation.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -66,19 +67,21 @@ class AccumulationHook final : public torch::autograd::FunctionPreHook {
   at::Tensor parameter_;
 };
 
-// Returns the parameter that `node` casts, if its gradients can be accumulated here.
+// Returns the parameter that `node` casts; undefined if it is no cast of a parameter.
 at::Tensor cast_parameter(const torch::autograd::Node& node) {
   if (node.num_outputs() != 1) return {};
   const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node.next_edge(0).function.get());
-  if (accumulator == nullptr || node.name() != "ToCopyBackward0") return {};
-  const auto& parameter = accumulator->variable;
-  const bool hooked = !torch::autograd::impl::hooks(parameter).empty() ||
-                      torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
-  return parameter.numel() >= kLeastElems && !hooked ? parameter : at::Tensor();
+  return accumulator == nullptr || node.name() != "ToCopyBackward0" ? at::Tensor() : accumulator->variable;
 }
 
-// Installs the hook on the casts of parameters that `roots` depend on. It acts from the second backward on.
-void accumulate_casts(const std::vector<at::Tensor>& roots) {
+bool has_hooks(const at::Tensor& parameter) {
+  return !torch::autograd::impl::hooks(parameter).empty() ||
+         torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
+}
+
+// Calls `use` with each cast of a parameter that `roots` depend on: its node and the parameter.
+template <class Use>
+void for_each_cast(const std::vector<at::Tensor>& roots, Use use) {
   std::vector<torch::autograd::Node*> stack;
   std::unordered_set<torch::autograd::Node*> known;
   const auto visit = [&](torch::autograd::Node* node) {
@@ -89,11 +92,32 @@ void accumulate_casts(const std::vector<at::Tensor>& roots) {
     auto* node = stack.back();
     stack.pop_back();
     if (auto parameter = cast_parameter(*node); parameter.defined()) {
-      node->add_pre_hook(std::make_unique<AccumulationHook>(std::move(parameter)));
+      use(*node, std::move(parameter));
       continue;
     }
     for (const auto& edge : node->next_edges()) visit(edge.function.get());
   }
+}
+
+// Installs the hook on the casts of parameters that `roots` depend on. It acts from the second backward on.
+void accumulate_casts(const std::vector<at::Tensor>& roots) {
+  for_each_cast(roots, [](torch::autograd::Node& node, at::Tensor parameter) {
+    if (parameter.numel() < kLeastElems || has_hooks(parameter)) return;
+    node.add_pre_hook(std::make_unique<AccumulationHook>(std::move(parameter)));
+  });
+}
+
+// Returns the parameters whose casts `roots` depend on.
+std::vector<at::Tensor> cast_parameters(const std::vector<at::Tensor>& roots) {
+  std::vector<at::Tensor> found;
+  for_each_cast(roots, [&](torch::autograd::Node&, at::Tensor parameter) { found.push_back(std::move(parameter)); });
+  return found;
+}
+
+// Returns autocast's cast of a parameter; adds it to autocast's cache, if that is enabled.
+at::Tensor autocast_cast(const at::Tensor& parameter) {
+  const auto device = parameter.device().type();
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), parameter, device);
 }
 
 }  // namespace
@@ -112,8 +136,18 @@ bool adds_up(const torch::autograd::FunctionPreHook& hook) {
   return dynamic_cast<const AccumulationHook*>(&hook) != nullptr;
 }
 
-TORCH_LIBRARY_FRAGMENT(smd, m) { m.def("accumulate_casts(Tensor[] roots) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(smd, m) {
+  m.def("accumulate_casts(Tensor[] roots) -> ()");
+  m.def("cast_parameters(Tensor[] roots) -> Tensor[]");
+  m.def("autocast_cast(Tensor parameter) -> Tensor");
+}
 
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("accumulate_casts", boxed<&accumulate_casts>()); }
+
+// They return tensors with gradients, so autograd is not left before them.
+TORCH_LIBRARY_IMPL(smd, CompositeImplicitAutograd, m) {
+  m.impl("cast_parameters", boxed<&cast_parameters>());
+  m.impl("autocast_cast", boxed<&autocast_cast>());
+}
 
 }  // namespace smd::torch_ext

@@ -16,13 +16,16 @@ Recording a microbatch takes the host milliseconds, during which a device would 
   (``Program.reach``). It may wait for another rank there, which does the same without any further body: a body may
   itself wait for the other ranks, in a collective of the script. The latest microbatch is left out, because its
   comparison is still running.
-- OVL-5: tasks that draw random numbers or depend on attributes that the body has changed, and tasks under autocast,
-  use state of the body. They run when the body has ended.
+- OVL-5: tasks that depend on attributes that the body has changed, or on a random state that it has set, use state of
+  the body. They run when the body has ended. Other random numbers come from the stream of the rank (RNG-2), which is
+  used while tasks run; the body continues with its own.
+- OVL-6: autocast's copies of parameters are kept until the step has ended (EXE-4), also if a body leaves autocast.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.program_run import Program
-from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
+from smdistributed.modelparallel.torch.runtime.task_execution import casts_are_cached, modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Comparison
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
@@ -72,10 +75,8 @@ def obstacle(microbatches: Sequence[Microbatch]) -> str | None:
         return "there is no backward"
     if first.runs_in_turn:
         return "microbatches run one after the other"
-    if any(task.context.autocast for task in first.recording.tasks):
-        return "it uses autocast"
-    if any(mb.recording.draws for mb in microbatches):
-        return "modules draw random numbers, as dropout does"
+    if not all(_continues_streams(mb.recording) for mb in microbatches):
+        return "its body seeds generators, or draws from them between modules that draw"
     if not all(_takes_no_state(mb.recording) for mb in microbatches):
         return "it reads values in its body, keeps tensors between microbatches, or sets attributes of modules"
     if any(mb.stage_graph is not first.stage_graph for mb in microbatches):
@@ -87,11 +88,17 @@ def _takes_no_state(recording: Recording) -> bool:
     """Return whether tasks use no state of the body (OVL-5)."""
     return (
         recording.executed is None
-        and not recording.draws
+        and _continues_streams(recording)
         and not recording.retained.needs_earlier
         and recording.backward_modules is UNCHANGED
         and all(task.context.modules is UNCHANGED for task in recording.tasks)
     )
+
+
+def _continues_streams(recording: Recording) -> bool:
+    """Return whether each task draws the next random numbers of its rank (RNG-2)."""
+    draws = itertools.chain.from_iterable(recording.draws.values())
+    return all(draw.is_sure and draw.begin is None and not draw.is_kept for draw in draws)
 
 
 class OverlappedRun:
@@ -125,6 +132,8 @@ class OverlappedRun:
             expectation.program, self._microbatches, expectation.microbatches, self._note_stage
         )
         self._is_over = self._has_failed = False
+        self._casts = contextlib.ExitStack()
+        self._casts.enter_context(casts_are_cached())
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
         """Run the tasks that can run now that a microbatch has been recorded."""
@@ -177,6 +186,10 @@ class OverlappedRun:
             self.complete()
             self._wait_for_comparisons()
 
+    def end_step(self) -> None:
+        """Leave the step, whether it has succeeded or not (OVL-6)."""
+        self._casts.close()
+
     def _run(self, microbatches: int | None = None) -> None:
         """Run all tasks, or those that all ranks can run with this number of microbatches."""
         if self._is_over:
@@ -208,8 +221,10 @@ class OverlappedRun:
     def _executing(self) -> Iterator[None]:
         """Return a context in which tasks run; an error in it ends this run."""
         state = self._pipeline.module_state
+        has_draws = bool(self._microbatches and self._microbatches[0].recording.draws)
+        own_numbers = self._pipeline.rng_state.own() if has_draws else contextlib.nullcontext()
         try:
-            with state.hidden(), state.applied(), reporting_failures():
+            with state.hidden(), state.applied(), own_numbers, reporting_failures():
                 yield
         except BaseException:
             self._has_failed = self._is_over = True

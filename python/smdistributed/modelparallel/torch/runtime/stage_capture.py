@@ -15,6 +15,8 @@ cannot contain.
   they begin with zeros; where it has set another tensor, with a copy of it.
 - CAPTURE-4: a graph holds addresses and numbers, so stages are captured again if a parameter, a buffer or an attribute
   of their modules has changed since.
+- CAPTURE-5: a replay draws the random numbers that its operations would draw without a graph, because PyTorch passes it
+  the state of the device's generator and moves that on.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.shared_casts import SharedCasts, cast_dtypes
 from smdistributed.modelparallel.torch.runtime.task_execution import GradAutocastState, run_planned
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
@@ -124,9 +127,11 @@ class CapturedStage:
         parameters: Parameters and buffers by their paths.
         stream: The stream on which graphs are captured.
         backward_pool: The memory pool that backwards of several copies share (CAPTURE-1).
+        casts: Autocast's copies of parameters; ``None`` to let the graph cast.
 
     Attributes:
         root_gradients: Memory for the gradients of outputs, by value.
+        cast_parameters: The parameters that autocast has cast.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class CapturedStage:
         parameters: Mapping[str, torch.Tensor],
         stream: torch.cuda.Stream,
         backward_pool: Any | None,
+        casts: SharedCasts | None,
     ) -> None:
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         pool, self._stream = torch.cuda.graph_pool_handle(), stream
@@ -164,6 +170,11 @@ class CapturedStage:
 
         def forward() -> None:
             env = dict(leaves)
+            if casts is None:
+                # Casts of other graphs are not computed when this one runs.
+                torch.clear_autocast_cache()
+            else:
+                casts.fill_cache()
             with GradAutocastState(modules) as grad_autocast:
                 for task in tasks:
                     grad_autocast.enter(task)
@@ -177,6 +188,9 @@ class CapturedStage:
         self._exports = {value: tensor.detach() for value, tensor in found.items()}
         wanted = set(stage.backward_roots).union(*(graph.gradients(number, other) for other in stage.outputs))
         roots = {value: found[value] for value in stage.exports if value in wanted and found[value].requires_grad}
+        self.cast_parameters: list[torch.Tensor] = torch.ops.smd.cast_parameters(list(roots.values()))
+        if casts is not None:
+            torch.ops.smd.accumulate_casts(list(roots.values()))
         with torch.no_grad():
             self.root_gradients = {value: torch.zeros_like(tensor) for value, tensor in roots.items()}
         weights = torch.classes.smd.WeightGradients(
@@ -270,6 +284,7 @@ class _Program:
         state: What they depend on (CAPTURE-4).
         stages: The copies of each stage; empty if the program runs without graphs.
         gradients: Parameters to whose gradients the graphs add, with these gradients.
+        casts: Autocast's copies of parameters, if there are any.
         captures: How often the program was captured.
     """
 
@@ -277,6 +292,7 @@ class _Program:
         self.state: Any = None
         self.stages: dict[int, list[CapturedStage]] = {}
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.casts: SharedCasts | None = None
         self.captures = 0
 
 
@@ -332,7 +348,7 @@ class StageCapture:
         called = [mb.recording.tasks[task].module for number in numbers for task in mb.stage_graph.stages[number].tasks]
         state = (_state(each for each in called if each is not None), tuple(map(_address, own)))
         if state != program.state:
-            program.stages, program.gradients = {}, []
+            program.stages, program.gradients, program.casts = {}, [], None
             if program.captures == _MAX_CAPTURES:
                 self._warn(
                     f"`cuda_graphs`: attributes or hooks of modules, or addresses of parameters, have changed in "
@@ -345,6 +361,8 @@ class StageCapture:
         self._free = {number: list(copies) for number, copies in program.stages.items()}
         for parameter, gradient in program.gradients:
             _begin_gradient(parameter, gradient)
+        if program.casts is not None:
+            program.casts.update()
 
     def _warn(self, text: str) -> None:
         """Warn once of each reason why a step runs without graphs."""
@@ -377,7 +395,7 @@ class StageCapture:
         for parameter in own:
             parameter.grad = None
         try:
-            self._captured(splits, dict.fromkeys(splits, 1), mb, parameters)
+            first = self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, None)
         finally:
             trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
@@ -394,8 +412,19 @@ class StageCapture:
                 known = self._gradients[id(parameter)] = parameter, gradient
             _begin_gradient(*known)
             program.gradients.append(known)
+        program.casts = self._casts(first, mb)
+        del first
         copies = {number: _most_active(actions, number) for number in splits}
-        program.stages = self._captured(splits, copies, mb, parameters)
+        program.stages = self._captured(splits, copies, mb, parameters, program.casts)
+
+    def _casts(self, stages: Mapping[int, Sequence[CapturedStage]], mb: Microbatch) -> SharedCasts | None:
+        """Return memory for autocast's copies of the parameters that stages cast."""
+        dtypes = cast_dtypes(mb.recording.tasks[task] for each in stages for task in mb.stage_graph.stages[each].tasks)
+        if len(dtypes) > 1:
+            self._warn("`cuda_graphs`: autocast has several types in this step, so each graph casts all its parameters")
+        if len(dtypes) != 1:
+            return None
+        return SharedCasts(dtypes.pop(), (each for copies in stages.values() for each in copies[0].cast_parameters))
 
     def _captured(
         self,
@@ -403,6 +432,7 @@ class StageCapture:
         copies: Mapping[int, int],
         mb: Microbatch,
         parameters: Mapping[str, torch.Tensor],
+        casts: SharedCasts | None,
     ) -> dict[int, list[CapturedStage]]:
         stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}
@@ -410,7 +440,7 @@ class StageCapture:
             shared = backward_pool if copies[number] > 1 and not is_split else None
             try:
                 stages[number] = [
-                    CapturedStage(mb, number, is_split, self._modules, parameters, stream, shared)
+                    CapturedStage(mb, number, is_split, self._modules, parameters, stream, shared, casts)
                     for _ in range(copies[number])
                 ]
             except torch.OutOfMemoryError:
@@ -424,6 +454,8 @@ class StageCapture:
                     f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {cause}. Move what "
                     "waits for the GPU out of these modules, or leave the option out"
                 ) from error
+            finally:
+                torch.clear_autocast_cache()
         return stages
 
     def take(self, mb: Microbatch, number: int) -> tuple[CapturedStage, Replicated] | None:
@@ -484,9 +516,13 @@ def _obstacle(
             return f"the buffer or parameter `{value.home}` is used on another partition"
         if value.meta.device.type != "cuda":
             return f"a stage takes a tensor on the {value.meta.device.type}"
-    for task in (recording.tasks[each] for each in stage.tasks):
+    for place in stage.tasks:
+        task = recording.tasks[place]
         if task.plan is None:
             task.plan = CallPlan.of(task)
+        for draw in recording.draws.get(place, ()):
+            if draw.generator.kind != "cuda":
+                return f"`{task.name}` draws random numbers on the host"
         if isinstance(getattr(task.call, "__self__", None), RetainedTensor):
             return "the body uses a tensor of an earlier step"
         if not isinstance(task.plan, CallPlan):

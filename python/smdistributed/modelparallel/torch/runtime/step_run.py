@@ -113,6 +113,8 @@ class StepRun:
         try:
             return self._run_pipeline(calls)
         finally:
+            if self._overlapped is not None:
+                self._overlapped.end_step()
             if self._model.pipeline is not None:
                 self._model.pipeline.overlapped = None
 

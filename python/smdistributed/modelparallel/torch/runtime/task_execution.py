@@ -111,6 +111,8 @@ class GradAutocastState:
         self._entered, self._stack = context, contextlib.ExitStack()
         if context.grad is not torch.is_grad_enabled():
             self._stack.enter_context(torch.set_grad_enabled(context.grad))
+        if not context.autocast:
+            _leave_autocast(self._stack)
         for device, enabled, dtype, cache in context.autocast:
             # Tensors that were cast without gradients must not be reused where gradients are needed.
             cache = cache and context.grad
@@ -126,10 +128,15 @@ def modes_of_the_body_left() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        _leave_autocast(stack)
         yield
+
+
+def _leave_autocast(stack: contextlib.ExitStack) -> None:
+    """Disable autocast until the stack is closed."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
 
 
 @contextlib.contextmanager
