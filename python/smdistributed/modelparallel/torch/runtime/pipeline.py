@@ -338,7 +338,7 @@ class Pipeline:
             if stage.rank == self.rank:
                 with reporting_failures(), self.rng_state.own():
                     executor.forward(mb, number)
-        self._unknown = executor.unknown
+        self._unknown = executor.tasks.unknown
         self.transfers.finish()
         if new:
             _core.timeline_stage("synchronous", new[-1], recording.microbatch, start)

@@ -22,11 +22,13 @@ cannot contain.
 from __future__ import annotations
 
 import collections
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -35,7 +37,7 @@ from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
 from smdistributed.modelparallel.torch.runtime.shared_casts import SharedCasts, cast_dtypes
-from smdistributed.modelparallel.torch.runtime.task_execution import GradAutocastState, run_planned
+from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.recording import Recording
@@ -101,7 +103,7 @@ class Replicated(NamedTuple):
         tensors: list[torch.Tensor] = []
         places = []
         for task in tasks:
-            if not isinstance(task.plan, CallPlan) or not task.plan.has_replicated:
+            if not _may_take_replicated(task):
                 continue
             for leaf in task.leaves():
                 if _is_replicated(leaf):
@@ -167,6 +169,9 @@ class CapturedStage:
         self._kept: dict[int, torch.Tensor] = {}
         places = iter(replicated.places)
         tasks = [self._with_buffers(task, places) for task in tasks]
+        runner, retained = TaskRunner(stage.rank, parameters, modules), mb.recording.retained.by_value
+        drawing: list[str] = []
+        draws = {each: [_Drawing(mb.recording.tasks[each].name, drawing)] for each in mb.recording.draws}
 
         def forward() -> None:
             env = dict(leaves)
@@ -175,13 +180,10 @@ class CapturedStage:
                 torch.clear_autocast_cache()
             else:
                 casts.fill_cache()
-            with GradAutocastState(modules) as grad_autocast:
-                for task in tasks:
-                    grad_autocast.enter(task)
-                    assert isinstance(task.plan, CallPlan), "checked by `_obstacle`"
-                    run_planned(task, task.plan, env, parameters)
+            with _without_generator_states(drawing):
+                runner.run(graph, stage, tasks, env, retained, draws)
             found.update((value, env[value]) for value in stage.exports)
-            kept = (value for value in mb.recording.retained.by_value if value in env)
+            kept = (value for value in retained if value in env)
             self._kept.update((value, env[value].detach()) for value in kept)
 
         self._forward = self._capture(forward, pool)
@@ -200,7 +202,8 @@ class CapturedStage:
         def backward() -> None:
             inputs = weights.begin(is_split) if weights.size() else None
             mixed: Any = list(roots.values())
-            torch.autograd.backward(mixed, list(self.root_gradients.values()), inputs=inputs)
+            with _without_generator_states(drawing):
+                torch.autograd.backward(mixed, list(self.root_gradients.values()), inputs=inputs)
             if is_split:
                 weights.end()
 
@@ -215,7 +218,7 @@ class CapturedStage:
 
     def _with_buffers(self, task: Task, places: Iterable[int]) -> Task:
         """Return the task with the buffers of the graph in place of its replicated tensors."""
-        if not isinstance(task.plan, CallPlan) or not task.plan.has_replicated:
+        if not _may_take_replicated(task):
             return task
         numbers = iter(places)
         copy = task.copy()
@@ -396,6 +399,9 @@ class StageCapture:
             parameter.grad = None
         try:
             first = self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, None)
+        except _UncapturableError as obstacle:
+            self._warn(f"`cuda_graphs` has no effect on this step: {obstacle}")
+            return
         finally:
             trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
@@ -448,6 +454,8 @@ class StageCapture:
             except RuntimeError as error:
                 # The end of a failed capture raises an error of its own.
                 cause = error.__context__ or error
+                if isinstance(cause, _UncapturableError):
+                    raise cause from None
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
                 raise SMPUnsupportedError(
@@ -481,6 +489,52 @@ class StageCapture:
         self._free[number].append(stage)
 
 
+class _UncapturableError(RuntimeError):
+    """Why a stage cannot be captured, as found in its capture."""
+
+
+class _Drawing:
+    """Stores the name of a task that draws random numbers while it is captured."""
+
+    def __init__(self, name: str, names: list[str]) -> None:
+        self._name, self._names = name, names
+
+    def start(self) -> None:
+        """Begin the task."""
+        self._names.append(self._name)
+
+    def stop(self) -> None:
+        """End the task."""
+        self._names.pop()
+
+
+@contextlib.contextmanager
+def _without_generator_states(drawing: Sequence[str]) -> Iterator[None]:
+    """Let checkpoints of modules store no state of the device's generator, because a capture cannot read it.
+
+    Args:
+        drawing: The task that draws random numbers at present, if any. A second forward in the backward's graph would
+            draw others, so a checkpoint in such a task raises :class:`_UncapturableError`.
+    """
+    module = torch.utils.checkpoint
+    own = module.get_device_states
+
+    def get_device_states(*_: Any) -> tuple[list[int], list[torch.Tensor]]:
+        if drawing:
+            raise _UncapturableError(f"`{drawing[-1]}` draws random numbers in a module with activation checkpointing")
+        return [], []
+
+    module.get_device_states = get_device_states
+    try:
+        yield
+    finally:
+        module.get_device_states = own
+
+
+def _may_take_replicated(task: Task) -> bool:
+    return not task.plan or task.plan.has_replicated
+
+
 def _is_like(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return (
         gradient.shape == parameter.shape and gradient.dtype is parameter.dtype and gradient.device == parameter.device
@@ -505,8 +559,6 @@ def _obstacle(
     stage = graph.stages[number]
     if graph.without_graph:
         return "the body takes a view of a tensor without gradients and trains with it"
-    if graph.written:
-        return "a task writes to a tensor in place"
     if not recording.detach_outputs:
         return "the step's outputs keep their graph (`detach_outputs=False`)"
     if any(_GLOBAL_HOOKS):
@@ -525,8 +577,8 @@ def _obstacle(
                 return f"`{task.name}` draws random numbers on the host"
         if isinstance(getattr(task.call, "__self__", None), RetainedTensor):
             return "the body uses a tensor of an earlier step"
-        if not isinstance(task.plan, CallPlan):
-            return f"`{task.name}` changes its arguments, or takes or returns lists or objects that it changes"
+        if task.known_spec.effects or task.has_containers:
+            return f"`{task.name}` takes or returns lists or objects that it changes"
         for path in filter(None, (value.parameter for value in task.inputs)):
             parameter = parameters[path]
             if isinstance(parameter, MetaParameter):
