@@ -23,9 +23,7 @@ from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_capture import CapturedStage, StageCapture
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
-from smdistributed.modelparallel.torch.runtime.task_execution import (
-    casts_are_cached,
-)
+from smdistributed.modelparallel.torch.runtime.task_execution import casts_are_cached, without_cached_casts
 from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
 from smdistributed.modelparallel.torch.runtime.transfers import PendingReceive, Transfers
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
@@ -160,6 +158,8 @@ class Executor:
             return
         has_backward = stage.has_backward or self._early
         offloader = self._offloader if has_backward and not backward_is_near else None
+        tasks = [mb.recording.tasks[each] for each in stage.tasks]
+        has_autocast = any(task.context.autocast for task in tasks)
         leaves: dict[int, torch.Tensor | StageBoundary] = {}
         env: dict[int, torch.Tensor] = {}
         for producer, values in stage.inputs.items():
@@ -178,11 +178,12 @@ class Executor:
                     leaf = boundary.enter(leaf)
                 elif wanted:
                     leaves[value] = leaf.requires_grad_()
+                    if has_autocast:
+                        leaf = without_cached_casts(leaf)
                 env[value] = leaf
         retained = mb.recording.retained.by_value
         collecting = contextlib.nullcontext() if offloader is None else offloader.collecting()
         with collecting as offloaded:
-            tasks = [mb.recording.tasks[each] for each in stage.tasks]
             self.tasks.run(graph, stage, tasks, env, retained, mb.recording.draws)
         for index, retained_tensor in retained.items():
             if retained_tensor.tensor is None and index in env:
@@ -201,7 +202,7 @@ class Executor:
             if number not in self._known:
                 # The casts of later microbatches use the same autograd nodes (EXE-4).
                 self._known.add(number)
-                if any(task.context.autocast for task in tasks):
+                if has_autocast:
                     torch.ops.smd.accumulate_casts([tensor for tensor in exports.values() if tensor.requires_grad])
             stage_state = mb.stage_states[number] = StageState(leaves, exports, offloaded)
             # For a stage that runs early, not all backward roots are known yet.

@@ -37,6 +37,7 @@ from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
 from smdistributed.modelparallel.torch.runtime.shared_casts import SharedCasts, cast_dtypes
+from smdistributed.modelparallel.torch.runtime.task_execution import without_cached_casts
 from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
@@ -174,7 +175,7 @@ class CapturedStage:
         draws = {each: [_Drawing(mb.recording.tasks[each].name, drawing)] for each in mb.recording.draws}
 
         def forward() -> None:
-            env = dict(leaves)
+            env = {value: without_cached_casts(leaf) if leaf.requires_grad else leaf for value, leaf in leaves.items()}
             if casts is None:
                 # Casts of other graphs are not computed when this one runs.
                 torch.clear_autocast_cache()

@@ -148,3 +148,12 @@ def casts_are_cached() -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def without_cached_casts(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a stage's input as a tensor that is no leaf.
+
+    Autocast would keep its cast of a leaf, as of a parameter: for the rest of the step, and with one gradient in the
+    narrow type for all operations that take it.
+    """
+    return leaf.view_as(leaf)
