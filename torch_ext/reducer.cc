@@ -135,7 +135,11 @@ Reducer::~Reducer() {
 void Reducer::remove_hooks() {
   const std::lock_guard lock(mutex_);
   if (!std::exchange(has_hooks_, false)) return;
-  for (const auto& watched : watched_) watched.accumulator->del_post_hook(watched.hook);
+  for (auto& watched : watched_) {
+    watched.accumulator->del_post_hook(watched.hook);
+    // Autograd makes it anew in each backward then, on the stream of that backward, as captures require.
+    watched.accumulator = nullptr;
+  }
 }
 
 void Reducer::configure(const std::vector<int64_t>& bucket_bytes, const Settings& settings) {

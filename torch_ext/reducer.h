@@ -145,7 +145,7 @@ class Reducer : public torch::CustomClassHolder {
 
   struct WatchedParameter {
     Parameter parameter;
-    // Keeps the gradient accumulator alive, which owns the hook.
+    // Keeps the gradient accumulator alive, which owns the hook; null without hooks.
     compat::NodePtr accumulator;
     std::uintptr_t hook;
     // The gradient's properties as the core knows them. The script may assign other data to the parameter after

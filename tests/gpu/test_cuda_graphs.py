@@ -7,16 +7,13 @@ from __future__ import annotations
 import pytest
 
 from support import devices, run_ranks
-from support.devices import needs_one
+from support.devices import needs_four, needs_one
 
 pytestmark = [pytest.mark.timeout(280), needs_one]
 
 #: Models whose stages are captured, and models that have a reason against it.
-CAPTURED = ("mlp", "skip", "tied", "nested", "dropout", "gpt2", "t5")
-OTHERS = {
-    "asking": "it reads values in its body",
-    "in_place": "a task writes to a tensor in place",
-}
+CAPTURED = ("mlp", "skip", "tied", "nested", "two_by_two", "in_place", "batch_norm", "checkpointed", "gpt2", "t5")
+OTHERS = {"asking": "it reads values in its body", "dictionaries": "takes or returns lists or objects that it changes"}
 
 
 def _device(dtype="float64"):
@@ -27,7 +24,9 @@ def _device(dtype="float64"):
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _train(name, schedule, looped, graphs, device, change=None, settings=None, probability=None, autocast=""):
+def _train(
+    name, schedule, looped, graphs, device, change=None, settings=None, probability=None, autocast="", recompute=None
+):
     """Trains for six steps.
 
     Args:
@@ -35,6 +34,7 @@ def _train(name, schedule, looped, graphs, device, change=None, settings=None, p
         settings: More of `smp.init`.
         probability: That of dropout, if the model has any.
         autocast: Where it is entered: `inside` of the step's body or `outside`; and with which type.
+        recompute: The piece of the model that has activation checkpointing.
 
     Returns losses and gradients of each step, the number of graphs, and the warnings.
     """
@@ -67,6 +67,8 @@ def _train(name, schedule, looped, graphs, device, change=None, settings=None, p
         place = case.together[0] if place in case.together else place
         smp.set_partition(piece, place * rows // len(case.pieces) % 2)
     model = smp.DistributedModel(case.model)
+    if recompute is not None:
+        smp.set_activation_checkpointing(case.pieces[recompute])
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
     def cast(place):
@@ -89,7 +91,7 @@ def _train(name, schedule, looped, graphs, device, change=None, settings=None, p
                 optimizer.zero_grad(set_to_none=number != 3)
             if change is not None and number == 4:
                 change(case, model)
-            batch = (each.to(device) for each in case.batch(number))
+            batch = (each.to(device) for each in case.batch(number + 10 * smp.dp_rank()))
             batch = (each.to(torch.get_default_dtype()) if each.is_floating_point() else each for each in batch)
             with cast("outside"):
                 losses = step(model, *batch)
@@ -147,16 +149,18 @@ def _draws_and_casts_body():
     device = _device("float32")
     torch.backends.cudnn.deterministic = True
     failed = []
-    for name, schedule, autocast, probability in (
-        ("gpt2", "interleaved", "inside bfloat16", 0.0),
-        ("gpt2", "zero_bubble", "outside bfloat16", 0.3),
-        ("gpt2", "interleaved", "", 0.3),
-        ("t5", "interleaved", "outside bfloat16", 0.2),
-        ("mlp", "zero_bubble", "inside float16", None),
-        ("tied", "interleaved", "inside bfloat16", None),
+    for name, schedule, autocast, probability, recompute in (
+        ("gpt2", "interleaved", "inside bfloat16", 0.0, None),
+        ("gpt2", "zero_bubble", "outside bfloat16", 0.3, None),
+        ("gpt2", "interleaved", "", 0.3, None),
+        ("dropout", "zero_bubble", "inside bfloat16", 0.2, None),
+        ("mlp", "zero_bubble", "inside float16", None, None),
+        ("tied", "interleaved", "inside bfloat16", None, None),
+        ("mlp", "interleaved", "outside bfloat16", None, 1),
+        ("in_place", "zero_bubble", "inside bfloat16", None, None),
     ):
         looped = schedule == "zero_bubble"
-        arguments = {"probability": probability, "autocast": autocast}
+        arguments = {"probability": probability, "autocast": autocast, "recompute": recompute}
         alone, _, _ = _train(name, schedule, looped, False, device, **arguments)
         captured, count, texts = _train(name, schedule, looped, True, device, **arguments)
         if count == 0:
@@ -171,6 +175,24 @@ def test_random_numbers_and_casts_are_those_without_graphs():
     assert run_ranks(_draws_and_casts_body, 2, timeout=120) == [[]] * 2
 
 
+def _replicas_body():
+    device = _device()
+    failed = []
+    for name, schedule in (("gpt2", "interleaved"), ("in_place", "zero_bubble")):
+        settings = {"ddp": True}
+        alone, _, _ = _train(name, schedule, False, False, device, settings=settings)
+        captured, count, texts = _train(name, schedule, False, True, device, settings=settings)
+        if count == 0 or not _same(alone, captured):
+            failed.append((name, schedule, count, [each for each in texts if "graph" in each]))
+    return failed
+
+
+@needs_four
+def test_replicas_have_the_gradients_of_pipelines_without_graphs():
+    pytest.importorskip("transformers")
+    assert run_ranks(_replicas_body, 4, timeout=120) == [[]] * 4
+
+
 def _reasons_body():
     device = _device()
     failed = []
@@ -180,11 +202,19 @@ def _reasons_body():
         told = [each for each in texts if "`cuda_graphs` has no effect" in each and reason in each]
         if count or len(told) != 1 or not _same(alone, other):
             failed.append((name, count, texts))
-    return failed
+    # Only the rank whose module draws has a reason.
+    alone, _, _ = _train("dropout", "interleaved", False, False, device, recompute=3)
+    other, _, texts = _train("dropout", "interleaved", False, True, device, recompute=3)
+    reason = "draws random numbers in a module with activation checkpointing"
+    if not _same(alone, other):
+        failed.append("dropout that is computed again")
+    return failed, sum("`cuda_graphs` has no effect" in each and reason in each for each in texts)
 
 
 def test_steps_without_graphs_say_why_once():
-    assert run_ranks(_reasons_body, 2, timeout=120) == [[]] * 2
+    results = run_ranks(_reasons_body, 2, timeout=120)
+    assert [failed for failed, _ in results] == [[]] * 2
+    assert sorted(told for _, told in results) == [0, 1]
 
 
 def _changes_body():

@@ -152,11 +152,12 @@ bool Reducer::fits() const {
   if (!(*core_)->is_current()) return false;
   for (const auto& watched : watched_) {
     const auto& tensor = watched.parameter.tensor;
-    // A parameter whose data got another type or device has another gradient accumulator, on which there is no hook.
     if (!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef(watched.sizes) ||
-        torch::autograd::impl::try_get_grad_accumulator(tensor) != watched.accumulator) {
+        tensor.dtype() != watched.options.dtype() || tensor.device() != watched.options.device()) {
       return false;
     }
+    // A parameter whose data was replaced may have another gradient accumulator, on which there is no hook.
+    if (has_hooks_ && torch::autograd::impl::try_get_grad_accumulator(tensor) != watched.accumulator) return false;
   }
   return true;
 }

@@ -150,3 +150,129 @@ def _check_failure():
 @pytest.mark.timeout(120)
 def test_the_pipeline_works_after_a_step_raised():
     run_ranks(_check_failure, 2, launcher=FORKED)
+
+
+def _check_draws_and_autocast():
+    """Steps that overlap have the bits of steps that do not: losses, gradients, and the state of the generators."""
+    import contextlib
+    import random
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
+    from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
+
+    begun = []
+    original, expectation = OverlappedRun.finish, Pipeline.expectation
+
+    def finish(self, on_stage_done):
+        begun.append(self._program.place)
+        return original(self, on_stage_done)
+
+    def nothing_expected(self, step):
+        self.refresh()
+
+    OverlappedRun.finish = finish
+
+    def autocast(enabled):
+        return contextlib.nullcontext() if enabled is None else torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    def train(schedule, outside, inside, overlaps):
+        Pipeline.expectation = expectation if overlaps else nothing_expected
+        smp.init({"partitions": 2, "microbatches": 4, "pipeline": schedule, "auto_partition": False,
+                  "default_partition": 0})  # fmt: skip
+        torch.manual_seed(1)
+        random.seed(1)
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.LayerNorm(6)) for _ in range(4)))
+        for place, layer in enumerate(module):
+            smp.set_partition(layer, place % 2)
+        model = smp.DistributedModel(module)
+
+        @smp.step
+        def step(model, x):
+            with autocast(inside):
+                output = model(x)
+            loss = output.float().square().sum()
+            model.backward(loss)
+            numbers.append(torch.tensor(random.random()))
+            return loss
+
+        found, numbers = [], []
+        for number in range(4):
+            if number != 2:
+                model.zero_grad()
+            with autocast(outside):
+                found.append(torch.stack(list(step(model, torch.randn(8, 6)))))
+            found += [parameter.grad.clone() for parameter in model.local_parameters()]
+        smp.shutdown()
+        return [*found, *numbers, torch.rand(2), torch.tensor(random.random())]
+
+    for schedule, outside, inside in (
+        ("interleaved", None, None),
+        ("zero_bubble", None, True),
+        ("interleaved", True, None),
+        ("interleaved", True, False),
+    ):
+        expected = train(schedule, outside, inside, False)
+        begun.clear()
+        found = train(schedule, outside, inside, True)
+        assert len(begun) == 3, (schedule, outside, inside)
+        assert all(begun), "no task ran while microbatches were recorded"
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine, theirs), (schedule, outside, inside)
+
+
+@pytest.mark.timeout(120)
+def test_steps_with_dropout_or_autocast_overlap():
+    run_ranks(_check_draws_and_autocast, 2, launcher=FORKED)
+
+
+def _check_casts_of_inputs():
+    """Two layers that take what another partition has sent cast it each for itself, as in one process."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.tanh(self.one(x)) * self.other(x)
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 8), Both())
+
+    def loss_of(model, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ids)
+        return output.float().square().mean()
+
+    @smp.step
+    def step(model, ids):
+        loss = loss_of(model, ids)
+        model.backward(loss)
+        return loss
+
+    smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
+    ids = torch.randint(0, 9, (6, 3), generator=torch.Generator().manual_seed(2))
+    module, alone = build(), build()
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    expected = loss_of(alone, ids)
+    expected.backward()
+    for _ in range(2):
+        model.zero_grad()
+        assert torch.equal(step(model, ids)[0], expected.detach())
+        for name, parameter in model.local_named_parameters():
+            assert torch.equal(parameter.grad, alone.get_parameter(name).grad), name
+
+
+@pytest.mark.timeout(120)
+def test_inputs_of_a_stage_are_cast_as_in_one_process():
+    run_ranks(_check_casts_of_inputs, 2, launcher=FORKED)

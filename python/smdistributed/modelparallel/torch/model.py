@@ -11,7 +11,6 @@ from torch import nn
 
 from smdistributed._common import errors
 from smdistributed.modelparallel import partition_file
-from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import (
     CLASSES,
     SMPCheckpointError,
@@ -288,11 +287,8 @@ class DistributedModel(nn.Module):
             norms.follow_torch()
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
-            if cfg.cuda_graphs and self.replicas.are_reduced:
-                warn_once("`cuda_graphs` has no effect with replicas, whose reducer keeps parts of autograd's graph")
-            has_graphs = cfg.cuda_graphs and not self.replicas.are_reduced
             parts = self.module, self.placement, groups, device, cfg.pipeline
-            self.pipeline = Pipeline(*parts, *bounds, self.offloader, has_graphs)
+            self.pipeline = Pipeline(*parts, *bounds, self.offloader, cfg.cuda_graphs)
             self.pipeline.attribute_views.send_values()
         for hook in list(self.post_partition_hooks):
             call_hook(hook, self)
