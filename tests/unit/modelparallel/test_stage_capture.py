@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from smdistributed.modelparallel import config  # noqa: E402
-from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUnsupportedError  # noqa: E402
+from smdistributed.modelparallel.exceptions import SMPConfigError  # noqa: E402
 from smdistributed.modelparallel.torch.runtime import stage_capture  # noqa: E402
 
 
@@ -113,14 +113,14 @@ class Step:
         self.trained = [self.module[0].weight, self.module[1].weight]
         self.captured = self.version = 0
         self.capture = stage_capture.StageCapture(None)
-        task = SimpleNamespace(module=self.module)
+        task = SimpleNamespace(module=self.module, context=SimpleNamespace(grad=True, autocast=()))
         graph = SimpleNamespace(stages=[SimpleNamespace(tasks=[0], has_backward=True)])
         self.mb = SimpleNamespace(stage_graph=graph, recording=SimpleNamespace(tasks=[task]))
         self.actions = [("F", 0, 0, None), ("F", 0, 1, None), ("B", 0, 0, None), ("B", 0, 1, None)]
         monkeypatch.setattr(stage_capture, "_obstacle", lambda *_: None)
         monkeypatch.setattr(self.capture, "_captured", self.capturing)
 
-    def capturing(self, splits, copies, mb, parameters):
+    def capturing(self, splits, copies, mb, parameters, casts):
         self.captured += 1
         for parameter in self.trained:
             # As autograd does while a graph is captured: only a missing gradient is new.
@@ -159,11 +159,15 @@ def test_a_failed_capture_leaves_gradients_as_they_were(monkeypatch):
 
     def fail(*_):
         step.module[1].weight.grad = torch.ones(2)
-        raise SMPUnsupportedError("no")
+        raise stage_capture._UncapturableError("`a` waits")
 
     monkeypatch.setattr(step.capture, "_captured", fail)
-    with pytest.raises(SMPUnsupportedError):
+    with pytest.warns(UserWarning, match="`cuda_graphs` has no effect on this step: `a` waits"):
         step.begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.begin()
+    assert step.capture.num_graphs == 0
     assert weight.grad.eq(3).all()
     assert step.module[1].weight.grad is None
 
@@ -226,7 +230,7 @@ def test_steps_of_another_version_make_room(monkeypatch):
 def test_sparse_gradients_have_no_graphs(monkeypatch):
     step = Step(monkeypatch)
 
-    def sparse(splits, copies, mb, parameters):
+    def sparse(*_):
         step.module[0].weight.grad = torch.eye(2).to_sparse()
         return {0: [object()]}
 

@@ -32,7 +32,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
@@ -360,7 +359,11 @@ class StageCapture:
                 )
                 return
             program.captures += 1
-            self._capture(program, numbers, actions, mb, parameters)
+            try:
+                self._capture(program, numbers, actions, mb, parameters)
+            except _UncapturableError as obstacle:
+                self._warn(f"`cuda_graphs` has no effect on this step: {obstacle}")
+                program.stages, program.gradients, program.casts = {}, [], None
             program.state = state
         self._free = {number: list(copies) for number, copies in program.stages.items()}
         for parameter, gradient in program.gradients:
@@ -400,9 +403,6 @@ class StageCapture:
             parameter.grad = None
         try:
             first = self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, None)
-        except _UncapturableError as obstacle:
-            self._warn(f"`cuda_graphs` has no effect on this step: {obstacle}")
-            return
         finally:
             trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
@@ -451,18 +451,17 @@ class StageCapture:
                     for _ in range(copies[number])
                 ]
             except torch.OutOfMemoryError:
+                _end_failed_capture(stream)
                 raise
             except RuntimeError as error:
+                _end_failed_capture(stream)
                 # The end of a failed capture raises an error of its own.
                 cause = error.__context__ or error
                 if isinstance(cause, _UncapturableError):
                     raise cause from None
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
-                raise SMPUnsupportedError(
-                    f"`cuda_graphs` cannot capture stage {number}, from `{first}` to `{last}`: {cause}. Move what "
-                    "waits for the GPU out of these modules, or leave the option out"
-                ) from error
+                raise _UncapturableError(f"what runs from `{first}` to `{last}` cannot be captured: {cause}") from error
             finally:
                 torch.clear_autocast_cache()
         return stages
@@ -492,6 +491,12 @@ class StageCapture:
 
 class _UncapturableError(RuntimeError):
     """Why a stage cannot be captured, as found in its capture."""
+
+
+def _end_failed_capture(stream: torch.cuda.Stream) -> None:
+    """Let PyTorch's generator leave a capture that CUDA has ended with an error: it does so with the next capture."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
 
 
 class _Drawing:
