@@ -137,7 +137,7 @@ void Reducer::remove_hooks() {
   if (!std::exchange(has_hooks_, false)) return;
   for (auto& watched : watched_) {
     watched.accumulator->del_post_hook(watched.hook);
-    // Autograd makes it anew in each backward then, on the stream of that backward, as captures require.
+    // Autograd then makes one in each forward, for the stream of that forward, as captures require.
     watched.accumulator = nullptr;
   }
 }

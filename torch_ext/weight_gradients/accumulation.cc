@@ -107,10 +107,15 @@ void accumulate_casts(const std::vector<at::Tensor>& roots) {
   });
 }
 
-// Returns the parameters whose casts `roots` depend on.
-std::vector<at::Tensor> cast_parameters(const std::vector<at::Tensor>& roots) {
+// Returns the parameters in float32 whose casts to `type` `roots` depend on.
+std::vector<at::Tensor> cast_parameters(const std::vector<at::Tensor>& roots, int64_t type) {
   std::vector<at::Tensor> found;
-  for_each_cast(roots, [&](torch::autograd::Node&, at::Tensor parameter) { found.push_back(std::move(parameter)); });
+  for_each_cast(roots, [&](torch::autograd::Node& node, at::Tensor parameter) {
+    const auto cast = node.input_metadata(0).options().dtype();
+    if (parameter.scalar_type() == at::kFloat && c10::typeMetaToScalarType(cast) == static_cast<at::ScalarType>(type)) {
+      found.push_back(std::move(parameter));
+    }
+  });
   return found;
 }
 
@@ -138,13 +143,13 @@ bool adds_up(const torch::autograd::FunctionPreHook& hook) {
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
   m.def("accumulate_casts(Tensor[] roots) -> ()");
-  m.def("cast_parameters(Tensor[] roots) -> Tensor[]");
+  m.def("cast_parameters(Tensor[] roots, ScalarType type) -> Tensor[]");
   m.def("autocast_cast(Tensor parameter) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("accumulate_casts", boxed<&accumulate_casts>()); }
 
-// They return tensors with gradients, so autograd is not left before them.
+// They return tensors that require gradients, so they run above autograd's dispatch key.
 TORCH_LIBRARY_IMPL(smd, CompositeImplicitAutograd, m) {
   m.impl("cast_parameters", boxed<&cast_parameters>());
   m.impl("autocast_cast", boxed<&autocast_cast>());

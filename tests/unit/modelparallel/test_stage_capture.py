@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from smdistributed.modelparallel import config  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPConfigError  # noqa: E402
-from smdistributed.modelparallel.torch.runtime import stage_capture  # noqa: E402
+from smdistributed.modelparallel.torch.runtime import capture_inputs, stage_capture  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.runtime import stage_capture  # noqa: E40
     ids=["contiguous", "transposed", "expanded", "mask", "gate", "scalar", "empty"],
 )
 def test_memory_for_inputs_keeps_strides_and_its_address(tensor):
-    memory = stage_capture.Buffer.like(tensor)
+    memory = capture_inputs.Buffer.like(tensor)
     address = memory.tensor.data_ptr()
     for _ in range(2):
         memory.tensor.as_strided(memory._memory.shape, memory._memory.stride()).zero_()

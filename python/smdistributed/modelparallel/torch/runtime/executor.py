@@ -4,7 +4,8 @@
   stages that produced them.
 - EXE-2: gradients of a value are added in the order of the consumer stages, not in the order of their arrival.
 - EXE-3: a stage owns the storages that its tasks write to (``TaskRunner``).
-- EXE-4: parameters do not change during a step, so autocast's copies of them serve all microbatches of a program.
+- EXE-4: autocast's copies of parameters serve all microbatches of a program. After a task that writes to parameters,
+  they are made anew.
 """
 
 from __future__ import annotations
@@ -158,8 +159,6 @@ class Executor:
             return
         has_backward = stage.has_backward or self._early
         offloader = self._offloader if has_backward and not backward_is_near else None
-        tasks = [mb.recording.tasks[each] for each in stage.tasks]
-        has_autocast = any(task.context.autocast for task in tasks)
         leaves: dict[int, torch.Tensor | StageBoundary] = {}
         env: dict[int, torch.Tensor] = {}
         for producer, values in stage.inputs.items():
@@ -178,11 +177,11 @@ class Executor:
                     leaf = boundary.enter(leaf)
                 elif wanted:
                     leaves[value] = leaf.requires_grad_()
-                    if has_autocast:
-                        leaf = without_cached_casts(leaf)
+                    leaf = without_cached_casts(leaf)
                 env[value] = leaf
         retained = mb.recording.retained.by_value
         collecting = contextlib.nullcontext() if offloader is None else offloader.collecting()
+        tasks = [mb.recording.tasks[each] for each in stage.tasks]
         with collecting as offloaded:
             self.tasks.run(graph, stage, tasks, env, retained, mb.recording.draws)
         for index, retained_tensor in retained.items():
@@ -202,7 +201,7 @@ class Executor:
             if number not in self._known:
                 # The casts of later microbatches use the same autograd nodes (EXE-4).
                 self._known.add(number)
-                if has_autocast:
+                if any(task.context.autocast for task in tasks):
                     torch.ops.smd.accumulate_casts([tensor for tensor in exports.values() if tensor.requires_grad])
             stage_state = mb.stage_states[number] = StageState(leaves, exports, offloaded)
             # For a stage that runs early, not all backward roots are known yet.
@@ -233,6 +232,10 @@ class Executor:
         for producer, values in stage.inputs.items():
             inputs.update(zip(values, self._inputs_from(mb, producer, number), strict=True))
         exports = captured.forward(mb, inputs, replicated)
+        draws = [draw for task in stage.tasks for draw in mb.recording.draws.get(task, ())]
+        if draws:
+            # Where the others have ended is not known.
+            draws[-1].end = draws[-1].generator.state()
         mb.keep_results(exports)
         mb.stage_states[number] = StageState({}, exports, captured=captured)
         for producer in stage.inputs:

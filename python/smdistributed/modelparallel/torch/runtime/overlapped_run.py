@@ -16,10 +16,12 @@ Recording a microbatch takes the host milliseconds, during which a device would 
   (``Program.reach``). It may wait for another rank there, which does the same without any further body: a body may
   itself wait for the other ranks, in a collective of the script. The latest microbatch is left out, because its
   comparison is still running.
-- OVL-5: tasks that depend on attributes that the body has changed, or on a random state that it has set, use state of
-  the body. They run when the body has ended. Other random numbers come from the stream of the rank (RNG-2), which is
-  used while tasks run; the body continues with its own.
-- OVL-6: autocast's copies of parameters are kept until the step has ended (EXE-4), also if a body leaves autocast.
+- OVL-5: tasks that depend on attributes that the body has changed, or on a random state that it has set, run after all
+  bodies of the step. Other tasks draw from the stream of the rank (RNG-2): the generators have its state while tasks
+  run, and the body's state while a body runs.
+- OVL-6: autocast's copies of parameters are kept between tasks (EXE-4), also while bodies run. What a body itself casts
+  is not kept, because it may change before the next body. When autograd computes a checkpointed module again on a
+  thread of its own, PyTorch forgets all copies, and later tasks cast anew.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from smdistributed.modelparallel.torch.runtime.executor import Executor, Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.program_run import Program
+from smdistributed.modelparallel.torch.runtime.rng import Draw
 from smdistributed.modelparallel.torch.runtime.task_execution import casts_are_cached, modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Comparison
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import UNCHANGED
 from smdistributed.modelparallel.torch.tracing.recording import Recording, active
-from smdistributed.modelparallel.torch.tracing.tasks import Value, digest_of
+from smdistributed.modelparallel.torch.tracing.tasks import Context, Value, digest_of
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
@@ -75,10 +80,10 @@ def obstacle(microbatches: Sequence[Microbatch]) -> str | None:
         return "there is no backward"
     if first.runs_in_turn:
         return "microbatches run one after the other"
-    if not all(_continues_streams(mb.recording) for mb in microbatches):
-        return "its body seeds generators, or draws from them between modules that draw"
     if not all(_takes_no_state(mb.recording) for mb in microbatches):
         return "it reads values in its body, keeps tensors between microbatches, or sets attributes of modules"
+    if not all(_continues_streams(mb.recording) for mb in microbatches):
+        return "its body seeds or restores generators, or draws from them between modules that draw"
     if any(mb.stage_graph is not first.stage_graph for mb in microbatches):
         return "the microbatches make different calls"
     return None
@@ -88,7 +93,6 @@ def _takes_no_state(recording: Recording) -> bool:
     """Return whether tasks use no state of the body (OVL-5)."""
     return (
         recording.executed is None
-        and _continues_streams(recording)
         and not recording.retained.needs_earlier
         and recording.backward_modules is UNCHANGED
         and all(task.context.modules is UNCHANGED for task in recording.tasks)
@@ -96,9 +100,12 @@ def _takes_no_state(recording: Recording) -> bool:
 
 
 def _continues_streams(recording: Recording) -> bool:
-    """Return whether each task draws the next random numbers of its rank (RNG-2)."""
-    draws = itertools.chain.from_iterable(recording.draws.values())
-    return all(draw.is_sure and draw.begin is None and not draw.is_kept for draw in draws)
+    """Return whether each task draws the next random numbers of its rank (RNG-2), and no body has returned to them."""
+    return all(draw.begin is None and not draw.is_kept for draw in _draws(recording))
+
+
+def _draws(recording: Recording) -> Iterator[Draw]:
+    return itertools.chain.from_iterable(recording.draws.values())
 
 
 class OverlappedRun:
@@ -138,7 +145,9 @@ class OverlappedRun:
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
         """Run the tasks that can run now that a microbatch has been recorded."""
         found = tuple(sorted({value.index for value in returned}))
-        digest = recording.digest if _takes_no_state(recording) else -1
+        digest = recording.digest if _takes_no_state(recording) and _continues_streams(recording) else -1
+        for draw in _draws(recording):
+            draw.is_early = True
         numbers = [digest, digest_of(found), self._expectation.microbatches]
         # Also after this run has ended, because another rank may still compare.
         self._comparisons.append(self._pipeline.transfers.begin_comparison(numbers))
@@ -185,6 +194,16 @@ class OverlappedRun:
         if not self._has_failed:
             self.complete()
             self._wait_for_comparisons()
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        """Return a context for the body of a later microbatch, in which autocast keeps no casts (OVL-6)."""
+        contexts = (task.context.autocast for mb in self._microbatches[:1] for task in mb.recording.tasks)
+        if self._is_over or not all(is_cached for states in contexts for _, _, _, is_cached in states):
+            yield
+            return
+        with Context.casts_of_body_uncached():
+            yield
 
     def end_step(self) -> None:
         """Leave the step, whether it has succeeded or not (OVL-6)."""
@@ -255,6 +274,9 @@ class OverlappedRun:
             self._program.complete()
         for mb in self._microbatches:
             mb.recording.num_executed = len(mb.recording.tasks)
+        self._casts.close()
+        # Also if a body is inside of autocast: it may write to parameters now.
+        torch.clear_autocast_cache()
 
     def _note_stage(self, stage: int, last: Microbatch) -> None:
         # The last microbatch's backward begins when all bodies have ended.

@@ -86,7 +86,7 @@ class Pipeline:
         self._capture = StageCapture(self.module_state) if cuda_graphs and device.type == "cuda" else None
         if cuda_graphs and self._capture is None:
             warn_once(f"`cuda_graphs` has no effect on the device {device.type}")
-        #: Step functions that were called; those without graphs, of which the user was told.
+        #: Step functions that were called with a backward; those without graphs, of which the user was told.
         self._called: weakref.WeakSet[Any] = weakref.WeakSet()
         self._without_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
@@ -373,9 +373,9 @@ class Pipeline:
         )
         has_backward = bool(first.recording.backward_roots)
         # In its first call, a step may run calls whose results are not known yet one after the other.
-        is_first = step not in self._called
-        self._called.add(step)
-        is_told = is_first or step in self._without_graphs
+        is_told = step not in self._called or step in self._without_graphs
+        if has_backward:
+            self._called.add(step)
         if reason is not None and self._capture is not None and has_backward and not is_told:
             self._without_graphs.add(step)
             warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())

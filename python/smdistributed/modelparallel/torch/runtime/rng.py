@@ -36,15 +36,16 @@ class Draw:
 
     Attributes:
         is_kept: Whether a later task begins after this one.
-        end: The state after it, if it is kept and has run on this rank.
+        is_early: Whether it runs before later bodies, which may return to its end.
+        end: The state after it, if that is kept and it has run on this rank.
         has_drawn: Whether it has drawn on this rank, if that was not known before.
     """
 
-    __slots__ = ("_before", "begin", "end", "generator", "has_drawn", "is_kept", "is_sure")
+    __slots__ = ("_before", "begin", "end", "generator", "has_drawn", "is_early", "is_kept", "is_sure")
 
     def __init__(self, generator: Generator, begin: Draw | bytes | None, is_sure: bool) -> None:
         self.generator, self.begin, self.is_sure = generator, begin, is_sure
-        self.is_kept = self.has_drawn = False
+        self.is_kept = self.is_early = self.has_drawn = False
         self.end: bytes | None = None
         self._before: tuple[bytes, bytes] | None = None
 
@@ -52,12 +53,7 @@ class Draw:
         """Set the generator before the task."""
         begin = self.begin
         if isinstance(begin, Draw):
-            if begin.end is None:
-                raise SMPUnsupportedError(
-                    "the body restores the random state at the end of a task, which is not known here: the task runs "
-                    "later, or ran before the state was requested; set a seed instead"
-                )
-            begin = begin.end
+            begin = begin.known_end
         before = None if self.is_sure else self.generator.state()
         if begin is not None:
             self.generator.set_state(begin)
@@ -71,8 +67,22 @@ class Draw:
             self.has_drawn = self.generator.state() != begin
             if not self.has_drawn:
                 self.generator.set_state(before)
-        if self.is_kept:
+        if self.is_kept or self.is_early:
             self.end = self.generator.state()
+
+    @property
+    def known_end(self) -> bytes:
+        """The state after the task.
+
+        Raises:
+            SMPUnsupportedError: It is not known.
+        """
+        if self.end is None:
+            raise SMPUnsupportedError(
+                "the body restores the random state at the end of a task, which is not known here: the task runs "
+                "later, or ran before the state was requested, or as a part of a CUDA graph; set a seed instead"
+            )
+        return self.end
 
 
 class _Origin(NamedTuple):
@@ -248,7 +258,7 @@ class RngState:
         self._own = _states(self._generators)
         self._left = {}
         for kind, (end, final) in self._ends.items():
-            final = final.end if isinstance(final, Draw) else final
+            final = final.known_end if isinstance(final, Draw) else final
             if final is not None:
                 self._own[kind] = final
             self._left[kind] = self._own[kind] if end is None else end

@@ -3,9 +3,11 @@
 Under autocast, a parameter is cast to the narrow type when an operation takes it, and autocast keeps the copy in a
 cache. In a graph of its own, each microbatch would cast again, and each copy of a graph would keep narrow parameters.
 
-- CAST-1: the copies have fixed addresses, and are computed anew when a step begins. Parameters do not change in it.
-- CAST-2: each graph is captured with a cache of its own that contains these copies. If an operation takes a parameter
-  for which there is none, its cast belongs to that graph alone.
+- CAST-1: the copies have fixed addresses, and are computed anew when a step begins. A stage that writes to parameters
+  under autocast is not captured.
+- CAST-2: each graph is captured with a cache of its own that contains these copies. What is not among them belongs to
+  that graph alone: frozen parameters, which autocast does not cache, casts to another type in a module, and casts of a
+  checkpointed module that is computed again.
 """
 
 from __future__ import annotations
@@ -20,30 +22,40 @@ from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 
 class SharedCasts:
-    """The narrow copies of a program's parameters.
+    """The narrow copies of parameters in float32.
 
     Args:
         dtype: The type to which autocast casts.
-        parameters: The parameters, in float32.
     """
 
-    def __init__(self, dtype: torch.dtype, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._parameters = list({id(each): each for each in parameters}.values())
-        self._copies = [torch.empty_like(each, dtype=dtype, requires_grad=False) for each in self._parameters]
+        #: Each parameter and its copy, by the id of the parameter.
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, roots: list[torch.Tensor]) -> None:
+        """Add the parameters that autocast has cast in the autograd graph of ``roots``."""
+        for parameter in torch.ops.smd.cast_parameters(roots, self._dtype):
+            if id(parameter) not in self._copies:
+                copy = torch.empty_like(parameter, dtype=self._dtype, requires_grad=False)
+                self._copies[id(parameter)] = parameter, copy
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remove all other parameters."""
+        self._copies = {id(each): self._copies[id(each)] for each in parameters if id(each) in self._copies}
 
     def update(self) -> None:
         """Cast the parameters (CAST-1)."""
-        if self._parameters:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, self._parameters)
+        with torch.no_grad():
+            for parameter, copy in self._copies.values():
+                copy.copy_(parameter)
 
     def fill_cache(self) -> None:
         """Let autocast's cache contain these copies and nothing else (CAST-2)."""
         torch.clear_autocast_cache()
-        copies = {id(each): copy for each, copy in zip(self._parameters, self._copies, strict=True)}
+        copies = {place: copy for place, (_, copy) in self._copies.items()}
         with torch.enable_grad(), torch.autocast("cuda", self._dtype, cache_enabled=True), _CastsReplaced(copies):
-            for parameter in self._parameters:
+            for parameter, _ in self._copies.values():
                 torch.ops.smd.autocast_cast(parameter)
 
 

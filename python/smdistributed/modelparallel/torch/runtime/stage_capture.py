@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -33,16 +34,22 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
+from smdistributed.modelparallel.torch.runtime.capture_inputs import (
+    Buffer,
+    Replicated,
+    is_replicated,
+    may_take_replicated,
+)
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
 from smdistributed.modelparallel.torch.runtime.shared_casts import SharedCasts, cast_dtypes
 from smdistributed.modelparallel.torch.runtime.task_execution import without_cached_casts
 from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
-from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensor
+from smdistributed.modelparallel.torch.tracing.state_order import writes_trained_parameter
 from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 if TYPE_CHECKING:
@@ -64,60 +71,6 @@ _MAX_CAPTURES = 4
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-class Buffer:
-    """Memory at a fixed address for tensors of one shape. Strides of 0 stay, as in masks that were expanded."""
-
-    def __init__(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-        self._stride = list(stride)
-        self._memory = torch.empty_strided(self._shape, self._stride, dtype=dtype, device=device)
-        self.tensor = self._memory.expand(shape)
-
-    @classmethod
-    def like(cls, tensor: torch.Tensor) -> Buffer:
-        """Return memory for tensors like this one."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor of this shape."""
-        with torch.no_grad():
-            # Of a dimension with stride 0, all places are equal; the tensor may have other strides.
-            self._memory.copy_(tensor[tuple(slice(size) for size in self._shape)])
-
-
-class Replicated(NamedTuple):
-    """The replicated tensors among the arguments of a stage's tasks.
-
-    Attributes:
-        tensors: Each tensor once.
-        places: For each place among the arguments, the tensor's number.
-    """
-
-    tensors: list[torch.Tensor]
-    places: list[int]
-
-    @classmethod
-    def of(cls, tasks: Iterable[Task]) -> Replicated:
-        """Return those of the tasks of one microbatch."""
-        numbers: dict[int, int] = {}
-        tensors: list[torch.Tensor] = []
-        places = []
-        for task in tasks:
-            if not _may_take_replicated(task):
-                continue
-            for leaf in task.leaves():
-                if _is_replicated(leaf):
-                    if id(leaf) not in numbers:
-                        numbers[id(leaf)] = len(tensors)
-                        tensors.append(leaf)
-                    places.append(numbers[id(leaf)])
-        return cls(tensors, places)
-
-    def layout(self) -> tuple[Any, ...]:
-        """Return a key that is equal where the same graph fits."""
-        return (*self.places, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors))
-
-
 class CapturedStage:
     """One copy of the graphs of a stage: of the forward, the backward and, if it is split, the gradients of weights.
 
@@ -129,11 +82,11 @@ class CapturedStage:
         parameters: Parameters and buffers by their paths.
         stream: The stream on which graphs are captured.
         backward_pool: The memory pool that backwards of several copies share (CAPTURE-1).
-        casts: Autocast's copies of parameters; ``None`` to let the graph cast.
+        casts: Autocast's copies of parameters, to which those that are missing are added; ``None`` to let the graph
+            cast.
 
     Attributes:
         root_gradients: Memory for the gradients of outputs, by value.
-        cast_parameters: The parameters that autocast has cast.
     """
 
     def __init__(
@@ -171,7 +124,7 @@ class CapturedStage:
         tasks = [self._with_buffers(task, places) for task in tasks]
         runner, retained = TaskRunner(stage.rank, parameters, modules), mb.recording.retained.by_value
         drawing: list[str] = []
-        draws = {each: [_Drawing(mb.recording.tasks[each].name, drawing)] for each in mb.recording.draws}
+        draws = {each: [_ObservedDraw(mb.recording.tasks[each].name, drawing)] for each in mb.recording.draws}
 
         def forward() -> None:
             env = {value: without_cached_casts(leaf) if leaf.requires_grad else leaf for value, leaf in leaves.items()}
@@ -190,8 +143,8 @@ class CapturedStage:
         self._exports = {value: tensor.detach() for value, tensor in found.items()}
         wanted = set(stage.backward_roots).union(*(graph.gradients(number, other) for other in stage.outputs))
         roots = {value: found[value] for value in stage.exports if value in wanted and found[value].requires_grad}
-        self.cast_parameters: list[torch.Tensor] = torch.ops.smd.cast_parameters(list(roots.values()))
         if casts is not None:
+            casts.add(list(roots.values()))
             torch.ops.smd.accumulate_casts(list(roots.values()))
         with torch.no_grad():
             self.root_gradients = {value: torch.zeros_like(tensor) for value, tensor in roots.items()}
@@ -218,23 +171,25 @@ class CapturedStage:
 
     def _with_buffers(self, task: Task, places: Iterable[int]) -> Task:
         """Return the task with the buffers of the graph in place of its replicated tensors."""
-        if not _may_take_replicated(task):
+        if not may_take_replicated(task):
             return task
         numbers = iter(places)
         copy = task.copy()
         copy.outputs = task.outputs
-        copy.replace_leaves(lambda leaf: self._replicated[next(numbers)].tensor if _is_replicated(leaf) else leaf)
+        copy.replace_leaves(lambda leaf: self._replicated[next(numbers)].tensor if is_replicated(leaf) else leaf)
         return copy
 
     def _capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             # Threads of this library and of NCCL query events meanwhile.
-            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
                 run()
-        finally:
-            # `torch.cuda.graph` does not leave its stream after an error.
-            torch.cuda.set_stream(current)
+                graph.capture_end()
+            except BaseException:
+                _end_failed_capture(graph, pool)
+                raise
         return graph
 
     def misfit(self, mb: Microbatch, number: int, replicated: Replicated) -> str | None:
@@ -312,6 +267,8 @@ class StageCapture:
         self._version = 0
         #: The copies that no microbatch of this step uses.
         self._free: dict[int, list[CapturedStage]] = {}
+        #: Autocast's copies of parameters by their type; all programs use the same ones.
+        self._casts: dict[torch.dtype, SharedCasts] = {}
         #: Gradients by the id of their parameter; all programs add to the same ones.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._warned: set[str] = set()
@@ -402,7 +359,8 @@ class StageCapture:
         for parameter in own:
             parameter.grad = None
         try:
-            first = self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, None)
+            casts = self._shared_casts(splits, mb)
+            self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, casts)
         finally:
             trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
@@ -419,19 +377,21 @@ class StageCapture:
                 known = self._gradients[id(parameter)] = parameter, gradient
             _begin_gradient(*known)
             program.gradients.append(known)
-        program.casts = self._casts(first, mb)
-        del first
+        program.casts = casts
+        if casts is not None:
+            casts.keep(own)
         copies = {number: _most_active(actions, number) for number in splits}
-        program.stages = self._captured(splits, copies, mb, parameters, program.casts)
+        program.stages = self._captured(splits, copies, mb, parameters, casts)
 
-    def _casts(self, stages: Mapping[int, Sequence[CapturedStage]], mb: Microbatch) -> SharedCasts | None:
-        """Return memory for autocast's copies of the parameters that stages cast."""
-        dtypes = cast_dtypes(mb.recording.tasks[task] for each in stages for task in mb.stage_graph.stages[each].tasks)
+    def _shared_casts(self, numbers: Iterable[int], mb: Microbatch) -> SharedCasts | None:
+        """Return autocast's copies of parameters for some stages; ``None`` if they share none."""
+        dtypes = cast_dtypes(mb.recording.tasks[task] for each in numbers for task in mb.stage_graph.stages[each].tasks)
         if len(dtypes) > 1:
             self._warn("`cuda_graphs`: autocast has several types in this step, so each graph casts all its parameters")
         if len(dtypes) != 1:
             return None
-        return SharedCasts(dtypes.pop(), (each for copies in stages.values() for each in copies[0].cast_parameters))
+        dtype = dtypes.pop()
+        return self._casts.setdefault(dtype, SharedCasts(dtype))
 
     def _captured(
         self,
@@ -443,6 +403,10 @@ class StageCapture:
     ) -> dict[int, list[CapturedStage]]:
         stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}
+        # Graphs have memory of their own, so what is free must not stay reserved.
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         for number, is_split in splits.items():
             shared = backward_pool if copies[number] > 1 and not is_split else None
             try:
@@ -450,18 +414,12 @@ class StageCapture:
                     CapturedStage(mb, number, is_split, self._modules, parameters, stream, shared, casts)
                     for _ in range(copies[number])
                 ]
-            except torch.OutOfMemoryError:
-                _end_failed_capture(stream)
+            except (_UncapturableError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
-                _end_failed_capture(stream)
-                # The end of a failed capture raises an error of its own.
-                cause = error.__context__ or error
-                if isinstance(cause, _UncapturableError):
-                    raise cause from None
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
-                raise _UncapturableError(f"what runs from `{first}` to `{last}` cannot be captured: {cause}") from error
+                raise _UncapturableError(f"what runs from `{first}` to `{last}` cannot be captured: {error}") from error
             finally:
                 torch.clear_autocast_cache()
         return stages
@@ -493,13 +451,23 @@ class _UncapturableError(RuntimeError):
     """Why a stage cannot be captured, as found in its capture."""
 
 
-def _end_failed_capture(stream: torch.cuda.Stream) -> None:
-    """Let PyTorch's generator leave a capture that CUDA has ended with an error: it does so with the next capture."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+def _end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture in which an error was raised."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # CUDA has ended it already, as after an operation that waits. Then PyTorch has left neither the memory pool nor
+        # the capture of its generator; another capture ends the latter.
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device="cuda")
+        other.capture_end()
 
 
-class _Drawing:
+class _ObservedDraw:
     """Stores the name of a task that draws random numbers while it is captured."""
 
     def __init__(self, name: str, names: list[str]) -> None:
@@ -535,10 +503,6 @@ def _without_generator_states(drawing: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         module.get_device_states = own
-
-
-def _may_take_replicated(task: Task) -> bool:
-    return not task.plan or task.plan.has_replicated
 
 
 def _is_like(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -597,10 +561,12 @@ def _obstacle(
             if meta.device.type != "cuda":
                 return f"`{task.name}` returns a tensor on the {meta.device.type}"
         for leaf in task.leaves():
-            if _is_replicated(leaf) and (leaf.device.type != "cuda" or leaf.layout is not torch.strided):
+            if is_replicated(leaf) and (leaf.device.type != "cuda" or leaf.layout is not torch.strided):
                 return f"`{task.name}` takes a tensor on the {leaf.device.type}, or a sparse one"
-            if _is_replicated(leaf) and leaf.requires_grad:
+            if is_replicated(leaf) and leaf.requires_grad:
                 return f"`{task.name}` takes a tensor of the body that requires a gradient"
+        if task.context.autocast and writes_trained_parameter(task):
+            return f"`{task.name}` writes to a parameter under autocast"
         spec = task.known_spec
         for path, name in (*spec.attributes, *spec.plain_attributes):
             return f"`{task.name}` sets the attribute `{name}` of its module `{path}`"
@@ -630,14 +596,10 @@ def _has_hook(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _is_replicated(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, UnreadTensor)
-
-
 def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a graph depends on in a parameter or buffer besides its values."""
     hooks = len(tensor._backward_hooks or ()), len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-    return _describe(tensor), tensor.requires_grad, *hooks
+    return id(tensor), _describe(tensor), tensor.requires_grad, *hooks
 
 
 def _most_active(actions: Sequence[Action], number: int) -> int:

@@ -198,6 +198,8 @@ class StepRun:
                 self._begin_recording = begin
             else:
                 begin()
+            if self._overlapped is not None:
+                stack.enter_context(self._overlapped.body())
             output = self._body(*args, **kwargs)
             values = []
             if recordings:

@@ -151,9 +151,10 @@ def casts_are_cached() -> Iterator[None]:
 
 
 def without_cached_casts(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a stage's input as a tensor that is no leaf.
+    """Return a view of a stage's input, which is not a leaf.
 
-    Autocast would keep its cast of a leaf, as of a parameter: for the rest of the step, and with one gradient in the
-    narrow type for all operations that take it.
+    Autocast caches casts of leaves. A cached cast of an input would stay until the step ends, and all operations that
+    take the input would add their gradients in the narrow type.
     """
-    return leaf.view_as(leaf)
+    with torch.enable_grad():
+        return leaf.view_as(leaf)

@@ -23,10 +23,11 @@ from smdistributed.modelparallel.torch.tracing.attributes.module_state import Mo
 from smdistributed.modelparallel.torch.tracing.metadata import OutputSpec, describe_result
 from smdistributed.modelparallel.torch.tracing.placeholders import UnreadTensor
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta, offset_of, version_of
+from smdistributed.modelparallel.torch.tracing.state_order import writes_trained_parameter
 from smdistributed.modelparallel.torch.tracing.tasks import Task, Value
 
 
-class Drawing(Protocol):
+class DrawObserver(Protocol):
     """Called before and after a task that draws random numbers."""
 
     def start(self) -> None:
@@ -62,7 +63,7 @@ class TaskRunner:
         tasks: Sequence[Task],
         env: dict[int, torch.Tensor],
         retained: Container[int],
-        draws: Mapping[int, Sequence[Drawing]],
+        draws: Mapping[int, Sequence[DrawObserver]],
     ) -> None:
         """Run the tasks of a stage.
 
@@ -91,6 +92,8 @@ class TaskRunner:
                     run_planned(task, task.plan, env, self._parameters)
                 for draw in drawn:
                     draw.stop()
+                if task.context.autocast and writes_trained_parameter(task):
+                    torch.clear_autocast_cache()
                 for output in task.outputs if graph.written else ():
                     is_wanted = self._early or output.index in stage.exports or output.index in retained
                     if output.storage_key in graph.written and is_wanted:

@@ -235,6 +235,18 @@ def _parts_of(module: nn.Module) -> frozenset[int]:
     return known
 
 
+def writes_trained_parameter(task: Task) -> bool:
+    """Return whether a task, or the module that it calls, writes to a parameter that requires a gradient."""
+    if writes_parameter(task) and any(
+        isinstance(source, Value) and source.storage.meta.requires_grad for source, *_ in task.writes
+    ):
+        return True
+    if task.module is None or task.output_spec is None or not task.output_spec.written_state:
+        return False
+    written = (tensor for _, tensor in state_of(task.module, task.output_spec.written_state))
+    return any(tensor is not None and tensor.requires_grad for tensor in written)
+
+
 def writes_parameter(task: Task) -> bool:
     """Return whether a task writes to a parameter or buffer among its arguments."""
     return any(isinstance(source, Value) and source.storage.parameter is not None for source, *_ in task.writes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -86,6 +87,9 @@ class Context:
 
     __slots__ = ("autocast", "grad", "modules")
 
+    #: Whether bodies run in `casts_of_body_uncached`.
+    _is_uncached = False
+
     def __init__(
         self,
         grad: bool,
@@ -103,11 +107,24 @@ class Context:
                 device,
                 torch.is_autocast_enabled(device),
                 torch.get_autocast_dtype(device),
-                torch.is_autocast_cache_enabled(),
+                cls._is_uncached or torch.is_autocast_cache_enabled(),
             )
             for device in devices
         )
         return cls(torch.is_grad_enabled(), autocast, modules)
+
+    @classmethod
+    @contextlib.contextmanager
+    def casts_of_body_uncached(cls) -> Iterator[None]:
+        """Return a context in which autocast keeps no casts; tasks that are recorded in it keep theirs."""
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        cls._is_uncached = True
+        try:
+            yield
+        finally:
+            cls._is_uncached = False
+            torch.set_autocast_cache_enabled(before)
 
     def is_current(self, modules: AttributeSnapshot) -> bool:
         """Return whether this is the current state; ``modules`` is the part that PyTorch does not store."""
