@@ -179,7 +179,7 @@ def _check_draws_and_autocast():
     def autocast(enabled):
         return contextlib.nullcontext() if enabled is None else torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
-    def train(schedule, outside, inside, overlaps):
+    def train(schedule, outside, inside, special, overlaps):
         Pipeline.expectation = expectation if overlaps else nothing_expected
         smp.init({"partitions": 2, "microbatches": 4, "pipeline": schedule, "auto_partition": False,
                   "default_partition": 0})  # fmt: skip
@@ -187,15 +187,31 @@ def _check_draws_and_autocast():
         random.seed(1)
         module = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.LayerNorm(6)) for _ in range(4)))
         for place, layer in enumerate(module):
-            smp.set_partition(layer, place % 2)
+            smp.set_partition(layer, place // 2)
         model = smp.DistributedModel(module)
+        own, place = nn.Parameter(torch.randn(6, 6)), 0
 
         @smp.step
         def step(model, x):
-            with autocast(inside):
-                output = model(x)
-            loss = output.float().square().sum()
-            model.backward(loss)
+            nonlocal place
+            place += 1
+            is_chosen = number == 2 and place % 4 == 3
+            state = torch.get_rng_state()
+            with torch.enable_grad() if special == "without gradients outside" else contextlib.nullcontext():
+                if special == "casts of the body":
+                    with autocast(True):
+                        x = (x @ own).detach().float()
+                    with torch.no_grad():
+                        own.mul_(0.9)
+                if special == "writes" and is_chosen:
+                    with torch.no_grad():
+                        model.module[0][0].weight.mul_(0.5)
+                with autocast(inside), torch.random.fork_rng(enabled=special == "forks" and is_chosen):
+                    output = model(x)
+                loss = output.float().square().sum()
+                model.backward(loss)
+            if special == "restores" and is_chosen:
+                torch.set_rng_state(state)
             numbers.append(torch.tensor(random.random()))
             return loss
 
@@ -203,25 +219,32 @@ def _check_draws_and_autocast():
         for number in range(4):
             if number != 2:
                 model.zero_grad()
-            with autocast(outside):
-                found.append(torch.stack(list(step(model, torch.randn(8, 6)))))
+            x = torch.randn(8, 6)
+            with autocast(outside), torch.set_grad_enabled(special != "without gradients outside"):
+                found.append(torch.stack(list(step(model, x))))
             found += [parameter.grad.clone() for parameter in model.local_parameters()]
         smp.shutdown()
         return [*found, *numbers, torch.rand(2), torch.tensor(random.random())]
 
-    for schedule, outside, inside in (
-        ("interleaved", None, None),
-        ("zero_bubble", None, True),
-        ("interleaved", True, None),
-        ("interleaved", True, False),
+    for case in (
+        ("interleaved", None, None, ""),
+        ("zero_bubble", None, True, ""),
+        ("interleaved", True, None, ""),
+        ("interleaved", True, False, ""),
+        ("interleaved", None, True, "casts of the body"),
+        ("interleaved", None, True, "writes"),
+        ("interleaved", None, True, "without gradients outside"),
+        ("interleaved", None, None, "forks"),
+        ("zero_bubble", None, None, "restores"),
     ):
-        expected = train(schedule, outside, inside, False)
+        expected = train(*case, False)
         begun.clear()
-        found = train(schedule, outside, inside, True)
-        assert len(begun) == 3, (schedule, outside, inside)
+        found = train(*case, True)
+        # After a step that differs, the next one does not overlap.
+        assert len(begun) == (2 if case[-1] in ("writes", "forks", "restores") else 3), (case, begun)
         assert all(begun), "no task ran while microbatches were recorded"
         for mine, theirs in zip(found, expected, strict=True):
-            assert torch.equal(mine, theirs), (schedule, outside, inside)
+            assert torch.equal(mine, theirs), case
 
 
 @pytest.mark.timeout(120)
@@ -230,7 +253,7 @@ def test_steps_with_dropout_or_autocast_overlap():
 
 
 def _check_casts_of_inputs():
-    """Two layers that take what another partition has sent cast it each for itself, as in one process."""
+    """Autocast casts what one process casts: an input for each layer that takes it, and a weight after it changes."""
     import torch
     from torch import nn
 
@@ -242,6 +265,8 @@ def _check_casts_of_inputs():
             self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x):
+            with torch.no_grad():
+                self.other.weight.mul_(0.5)
             return torch.tanh(self.one(x)) * self.other(x)
 
     def build():
@@ -259,20 +284,22 @@ def _check_casts_of_inputs():
         model.backward(loss)
         return loss
 
-    smp.init({"partitions": 2, "microbatches": 1, "auto_partition": False, "default_partition": 0})
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
     ids = torch.randint(0, 9, (6, 3), generator=torch.Generator().manual_seed(2))
     module, alone = build(), build()
     smp.set_partition(module[1], 1)
     model = smp.DistributedModel(module)
-    expected = loss_of(alone, ids)
-    expected.backward()
-    for _ in range(2):
-        model.zero_grad()
-        assert torch.equal(step(model, ids)[0], expected.detach())
+    for _ in range(3):
+        for each in (model, alone):
+            each.zero_grad()
+        expected = [loss_of(alone, part) for part in ids.chunk(2)]
+        for loss in expected:
+            (loss / 2).backward()
+        assert torch.equal(torch.stack(list(step(model, ids))), torch.stack(expected).detach())
         for name, parameter in model.local_named_parameters():
             assert torch.equal(parameter.grad, alone.get_parameter(name).grad), name
 
 
 @pytest.mark.timeout(120)
-def test_inputs_of_a_stage_are_cast_as_in_one_process():
+def test_autocast_casts_as_in_one_process():
     run_ranks(_check_casts_of_inputs, 2, launcher=FORKED)
