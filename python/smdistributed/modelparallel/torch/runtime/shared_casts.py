@@ -46,9 +46,10 @@ class SharedCasts:
 
     def update(self) -> None:
         """Cast the parameters (CAST-1)."""
-        with torch.no_grad():
-            for parameter, copy in self._copies.values():
-                copy.copy_(parameter)
+        if self._copies:
+            parameters, copies = zip(*self._copies.values(), strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(copies, parameters)
 
     def fill_cache(self) -> None:
         """Let autocast's cache contain these copies and nothing else (CAST-2)."""
