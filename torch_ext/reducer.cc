@@ -137,7 +137,7 @@ void Reducer::remove_hooks() {
   if (!std::exchange(has_hooks_, false)) return;
   for (auto& watched : watched_) {
     watched.accumulator->del_post_hook(watched.hook);
-    // Autograd then makes one in each forward, for the stream of that forward, as captures require.
+    // Autograd then creates an accumulator in each forward, on the stream of that forward. CUDA graphs need this.
     watched.accumulator = nullptr;
   }
 }

@@ -303,3 +303,77 @@ def _check_casts_of_inputs():
 @pytest.mark.timeout(120)
 def test_autocast_casts_as_in_one_process():
     run_ranks(_check_casts_of_inputs, 2, launcher=FORKED)
+
+
+def _check_autocast_of_bodies():
+    """Bodies with several regions of autocast have the losses and gradients of one process, in each call."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    made_before = torch.autocast("cpu", torch.bfloat16)
+    own = nn.Parameter(torch.ones(6, 6))
+
+    def two_types(model, weight, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model(x)
+        with torch.autocast("cpu", torch.float16):
+            return first.float() + model(x).float()
+
+    def write_between(model, weight, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model(x)
+        with torch.no_grad():
+            weight.mul_(0.9)
+        with torch.autocast("cpu", torch.bfloat16):
+            return first.float() + model(x).float()
+
+    def changes_its_own(model, weight, x):
+        with made_before:
+            x = (x @ own).detach().float()
+        with torch.no_grad():
+            own.mul_(0.5)
+        with made_before:
+            return model(x).float()
+
+    def build():
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    for body in (two_types, write_between, changes_its_own):
+        smp.init({"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+        module, alone = build(), build()
+        smp.set_partition(module[2], 1)
+        model = smp.DistributedModel(module)
+
+        @smp.step
+        def step(model, x, body=body):
+            loss = body(model, model.module[0].weight, x).square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(3):
+            for each in (model, alone):
+                each.zero_grad()
+            with torch.no_grad():
+                own.fill_(1.0)
+            found = torch.stack(list(step(model, x)))
+            with torch.no_grad():
+                own.fill_(1.0)
+            expected = []
+            for part in x.chunk(4):
+                expected.append(body(alone, alone[0].weight, part).square().mean())
+                (expected[-1] / 4).backward()
+            torch.testing.assert_close(found, torch.stack(expected).detach(), rtol=1e-3, atol=1e-6, msg=body.__name__)
+            for name, parameter in model.local_named_parameters():
+                torch.testing.assert_close(
+                    parameter.grad, alone.get_parameter(name).grad, rtol=2e-2, atol=1e-4, msg=f"{body.__name__} {name}"
+                )
+        smp.shutdown()
+
+
+@pytest.mark.timeout(120)
+def test_regions_of_autocast_in_bodies_equal_one_process():
+    run_ranks(_check_autocast_of_bodies, 2, launcher=FORKED)

@@ -162,7 +162,7 @@ def test_a_failed_capture_leaves_gradients_as_they_were(monkeypatch):
         raise stage_capture._UncapturableError("`a` waits")
 
     monkeypatch.setattr(step.capture, "_captured", fail)
-    with pytest.warns(UserWarning, match="`cuda_graphs` has no effect on this step: `a` waits"):
+    with pytest.warns(UserWarning, match="no effect on this rank's part of the step: `a` waits"):
         step.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,6 +170,24 @@ def test_a_failed_capture_leaves_gradients_as_they_were(monkeypatch):
     assert step.capture.num_graphs == 0
     assert weight.grad.eq(3).all()
     assert step.module[1].weight.grad is None
+
+
+def test_a_lack_of_memory_leaves_gradients_as_they_were_and_the_next_step_captures(monkeypatch):
+    step = Step(monkeypatch)
+    weight, capturing = step.module[0].weight, step.capturing
+
+    def fail(splits, copies, *more):
+        if max(copies.values()) > 1:
+            raise torch.OutOfMemoryError("no")
+        return capturing(splits, copies, *more)
+
+    monkeypatch.setattr(step.capture, "_captured", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.begin()
+    assert weight.grad is None
+    monkeypatch.setattr(step.capture, "_captured", capturing)
+    step.begin()
+    assert step.capture.num_graphs == 2
 
 
 def test_only_a_changed_module_is_captured_again_and_not_for_ever(monkeypatch):
@@ -183,7 +201,7 @@ def test_only_a_changed_module_is_captured_again_and_not_for_ever(monkeypatch):
     # Each capture finds the parameters first.
     assert step.captured == 2 * stage_capture._MAX_CAPTURES
     step.module[1].eps = 7.0
-    with pytest.warns(UserWarning, match="it runs without graphs now"):
+    with pytest.warns(UserWarning, match="the step runs without graphs now"):
         step.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -234,7 +234,7 @@ class Executor:
         exports = captured.forward(mb, inputs, replicated)
         draws = [draw for task in stage.tasks for draw in mb.recording.draws.get(task, ())]
         if draws:
-            # Where the others have ended is not known.
+            # The generator's state after the other draws of the stage is not known.
             draws[-1].end = draws[-1].generator.state()
         mb.keep_results(exports)
         mb.stage_states[number] = StageState({}, exports, captured=captured)

@@ -20,8 +20,8 @@ Recording a microbatch takes the host milliseconds, during which a device would 
   bodies of the step. Other tasks draw from the stream of the rank (RNG-2): the generators have its state while tasks
   run, and the body's state while a body runs.
 - OVL-6: autocast's copies of parameters are kept between tasks (EXE-4), also while bodies run. What a body itself casts
-  is not kept, because it may change before the next body. When autograd computes a checkpointed module again on a
-  thread of its own, PyTorch forgets all copies, and later tasks cast anew.
+  is not cached at all, because it may change before the next body. When autograd computes a checkpointed module again
+  on a thread of its own, PyTorch forgets all copies, and later tasks cast anew.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class OverlappedRun:
         self._has_captured = True
         expected, pipeline = self._expectation, self._pipeline
         self._capture.begin_step(
-            tuple(expected.numbers()), pipeline.version, expected.program.actions, self._microbatches[0],
-            pipeline.parameters,
+            (*expected.numbers(), self._microbatches[0].recording.detach_outputs), pipeline.version,
+            expected.program.actions, self._microbatches[0], pipeline.parameters,
         )  # fmt: skip
 
     @contextlib.contextmanager

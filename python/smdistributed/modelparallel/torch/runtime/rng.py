@@ -80,7 +80,8 @@ class Draw:
         if self.end is None:
             raise SMPUnsupportedError(
                 "the body restores the random state at the end of a task, which is not known here: the task runs "
-                "later, or ran before the state was requested, or as a part of a CUDA graph; set a seed instead"
+                "later, or ran before the state was requested, or as a part of a CUDA graph; set a seed in the body "
+                "instead"
             )
         return self.end
 

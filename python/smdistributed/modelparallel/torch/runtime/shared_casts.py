@@ -1,13 +1,13 @@
 """Autocast's copies of parameters that all graphs of a program share.
 
 Under autocast, a parameter is cast to the narrow type when an operation takes it, and autocast keeps the copy in a
-cache. In a graph of its own, each microbatch would cast again, and each copy of a graph would keep narrow parameters.
+cache. Without sharing, each replay of a graph would cast again, and each graph would hold narrow parameters of its own.
 
 - CAST-1: the copies have fixed addresses, and are computed anew when a step begins. A stage that writes to parameters
   under autocast is not captured.
-- CAST-2: each graph is captured with a cache of its own that contains these copies. What is not among them belongs to
-  that graph alone: frozen parameters, which autocast does not cache, casts to another type in a module, and casts of a
-  checkpointed module that is computed again.
+- CAST-2: each graph is captured with a cache of its own that contains these copies. It makes other casts itself: of
+  frozen parameters, which autocast does not cache, to another type, and in a checkpointed module that is computed
+  again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smdistributed.modelparallel.torch.runtime.task_execution import forget_casts
 from smdistributed.modelparallel.torch.tracing.tasks import Task
 
 
@@ -34,14 +35,15 @@ class SharedCasts:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, roots: list[torch.Tensor]) -> None:
-        """Add the parameters that autocast has cast in the autograd graph of ``roots``."""
+        """Add the parameters that the autograd graph of ``roots`` casts to the type."""
         for parameter in torch.ops.smd.cast_parameters(roots, self._dtype):
-            if id(parameter) not in self._copies:
+            known = self._copies.get(id(parameter))
+            if known is None or known[1].shape != parameter.shape or known[1].device != parameter.device:
                 copy = torch.empty_like(parameter, dtype=self._dtype, requires_grad=False)
                 self._copies[id(parameter)] = parameter, copy
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove all other parameters."""
+        """Keep only the copies of these parameters."""
         self._copies = {id(each): self._copies[id(each)] for each in parameters if id(each) in self._copies}
 
     def update(self) -> None:
@@ -52,8 +54,8 @@ class SharedCasts:
                 torch._foreach_copy_(copies, parameters)
 
     def fill_cache(self) -> None:
-        """Let autocast's cache contain these copies and nothing else (CAST-2)."""
-        torch.clear_autocast_cache()
+        """Replace what autocast's cache contains by these copies (CAST-2)."""
+        forget_casts("cuda", self._dtype)
         copies = {place: copy for place, (_, copy) in self._copies.items()}
         with torch.enable_grad(), torch.autocast("cuda", self._dtype, cache_enabled=True), _CastsReplaced(copies):
             for parameter, _ in self._copies.values():

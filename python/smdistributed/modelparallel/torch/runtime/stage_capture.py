@@ -186,16 +186,17 @@ class CapturedStage:
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
-                graph.capture_end()
             except BaseException:
-                _end_failed_capture(graph, pool)
+                with contextlib.suppress(RuntimeError):
+                    _end_capture(graph, pool)
                 raise
+            _end_capture(graph, pool)
         return graph
 
     def misfit(self, mb: Microbatch, number: int, replicated: Replicated) -> str | None:
         """Return why the graph does not fit a microbatch; ``None`` if it does."""
         if replicated.layout() != self._layout:
-            return "it passes tensors with other strides, or shares them in another way"
+            return "the body passes tensors with other strides, or shares them in another way"
         tasks = mb.recording.tasks
         computed = {value.index for task in mb.stage_graph.stages[number].tasks for value in tasks[task].outputs}
         if not self._kept.keys() >= computed & mb.recording.retained.by_value.keys():
@@ -253,6 +254,10 @@ class _Program:
         self.casts: SharedCasts | None = None
         self.captures = 0
 
+    def forget(self) -> None:
+        """Forget the stages."""
+        self.state, self.stages, self.gradients, self.casts = None, {}, [], None
+
 
 class StageCapture:
     """The captured stages of this rank.
@@ -294,6 +299,7 @@ class StageCapture:
         if version != self._version:
             self._version = version
             self._programs.clear()
+            self._casts.clear()
         program = self._programs.get(key)
         if program is None:
             if sum(bool(each.stages) for each in self._programs.values()) == _MAX_PROGRAMS:
@@ -302,31 +308,42 @@ class StageCapture:
                     "as batches of another shape, run without"
                 )
                 return
+            if sum(not each.stages for each in self._programs.values()) == _MAX_PROGRAMS:
+                self._warn(f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have no graphs; others are not tried")
+                return
             program = self._programs[key] = _Program()
         own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
         numbers = sorted({action[1] for action in actions if action[0] == "F"})
         called = [mb.recording.tasks[task].module for number in numbers for task in mb.stage_graph.stages[number].tasks]
         state = (_state(each for each in called if each is not None), tuple(map(_address, own)))
         if state != program.state:
-            program.stages, program.gradients, program.casts = {}, [], None
+            program.forget()
             if program.captures == _MAX_CAPTURES:
                 self._warn(
                     f"`cuda_graphs`: attributes or hooks of modules, or addresses of parameters, have changed in "
-                    f"{_MAX_CAPTURES - 1} steps, and the step was captured again each time; it runs without graphs now"
+                    f"{_MAX_CAPTURES - 1} steps, which were captured again each time; the step runs without graphs now"
                 )
                 return
-            program.captures += 1
             try:
                 self._capture(program, numbers, actions, mb, parameters)
             except _UncapturableError as obstacle:
-                self._warn(f"`cuda_graphs` has no effect on this step: {obstacle}")
-                program.stages, program.gradients, program.casts = {}, [], None
+                self._warn(f"`cuda_graphs` has no effect on this rank's part of the step: {obstacle}")
+                program.forget()
+            except BaseException:
+                program.forget()
+                raise
+            finally:
+                self._casts = {dtype: each for dtype, each in self._casts.items() if self._is_used(each)}
+            program.captures += 1
             program.state = state
         self._free = {number: list(copies) for number, copies in program.stages.items()}
         for parameter, gradient in program.gradients:
             _begin_gradient(parameter, gradient)
         if program.casts is not None:
             program.casts.update()
+
+    def _is_used(self, casts: SharedCasts) -> bool:
+        return any(program.casts is casts for program in self._programs.values())
 
     def _warn(self, text: str) -> None:
         """Warn once of each reason why a step runs without graphs."""
@@ -342,7 +359,8 @@ class StageCapture:
         mb: Microbatch,
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        # All stages, so that all ranks come to the same result.
+        # In all stages, so that all ranks give the same reason. A failed capture concerns this rank alone: messages do
+        # not depend on graphs.
         for number, stage in enumerate(mb.stage_graph.stages):
             reason = _obstacle(mb.stage_graph, number, mb.recording, parameters) if stage.has_backward else None
             if reason is not None:
@@ -379,9 +397,14 @@ class StageCapture:
             program.gradients.append(known)
         program.casts = casts
         if casts is not None:
-            casts.keep(own)
+            casts.keep(each for each in own if each.requires_grad)
         copies = {number: _most_active(actions, number) for number in splits}
-        program.stages = self._captured(splits, copies, mb, parameters, casts)
+        try:
+            program.stages = self._captured(splits, copies, mb, parameters, casts)
+        except BaseException:
+            for parameter, gradient in zip(own, before, strict=True):
+                parameter.grad = gradient
+            raise
 
     def _shared_casts(self, numbers: Iterable[int], mb: Microbatch) -> SharedCasts | None:
         """Return autocast's copies of parameters for some stages; ``None`` if they share none."""
@@ -419,7 +442,8 @@ class StageCapture:
             except RuntimeError as error:
                 tasks = mb.stage_graph.stages[number].tasks
                 first, last = (mb.recording.tasks[tasks[place]].name for place in (0, -1))
-                raise _UncapturableError(f"what runs from `{first}` to `{last}` cannot be captured: {error}") from error
+                text = f"what runs from `{first}` to `{last}` cannot be captured: {error}"
+                raise _UncapturableError(text) from error
             finally:
                 torch.clear_autocast_cache()
         return stages
@@ -448,23 +472,24 @@ class StageCapture:
 
 
 class _UncapturableError(RuntimeError):
-    """Why a stage cannot be captured, as found in its capture."""
+    """A stage cannot be captured, as was found in its capture."""
 
 
-def _end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture in which an error was raised."""
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture, also if CUDA has ended it before with an error, as after an operation that waits."""
     try:
         graph.capture_end()
     except RuntimeError:
-        # CUDA has ended it already, as after an operation that waits. Then PyTorch has left neither the memory pool nor
-        # the capture of its generator; another capture ends the latter.
-        device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-        other = torch.cuda.CUDAGraph()
-        other.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device="cuda")
-        other.capture_end()
+        # PyTorch has left neither the memory pool nor the capture of its generator. Another capture ends the latter.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        with contextlib.suppress(RuntimeError):
+            other = torch.cuda.CUDAGraph()
+            other.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            other.capture_end()
+        raise
 
 
 class _ObservedDraw:
@@ -565,8 +590,8 @@ def _obstacle(
                 return f"`{task.name}` takes a tensor on the {leaf.device.type}, or a sparse one"
             if is_replicated(leaf) and leaf.requires_grad:
                 return f"`{task.name}` takes a tensor of the body that requires a gradient"
-        if task.context.autocast and writes_trained_parameter(task):
-            return f"`{task.name}` writes to a parameter under autocast"
+        if writes_trained_parameter(task) and any(each.context.autocast for each in recording.tasks):
+            return f"`{task.name}` writes to a parameter in a step with autocast"
         spec = task.known_spec
         for path, name in (*spec.attributes, *spec.plain_attributes):
             return f"`{task.name}` sets the attribute `{name}` of its module `{path}`"

@@ -82,6 +82,10 @@ def run_planned(
         env[value.index] = tensor
 
 
+#: The type of the casts in autocast's cache, by device.
+_cached_dtypes: dict[str, torch.dtype] = {}
+
+
 class GradAutocastState:
     """PyTorch's grad and autocast state at the call of a task; it is kept while consecutive tasks share it."""
 
@@ -117,6 +121,14 @@ class GradAutocastState:
             # Tensors that were cast without gradients must not be reused where gradients are needed.
             cache = cache and context.grad
             self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            if enabled and _cached_dtypes.setdefault(device, dtype) is not dtype:
+                forget_casts(device, dtype)
+
+
+def forget_casts(device: str, dtype: torch.dtype) -> None:
+    """Clear autocast's cache before casts to another type, because autocast finds a cast by its tensor alone."""
+    torch.clear_autocast_cache()
+    _cached_dtypes[device] = dtype
 
 
 @contextlib.contextmanager
@@ -128,6 +140,7 @@ def modes_of_the_body_left() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(Context.casts_of_tasks_cached())
         _leave_autocast(stack)
         yield
 

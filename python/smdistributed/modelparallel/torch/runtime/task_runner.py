@@ -92,7 +92,7 @@ class TaskRunner:
                     run_planned(task, task.plan, env, self._parameters)
                 for draw in drawn:
                     draw.stop()
-                if task.context.autocast and writes_trained_parameter(task):
+                if writes_trained_parameter(task):
                     torch.clear_autocast_cache()
                 for output in task.outputs if graph.written else ():
                     is_wanted = self._early or output.index in stage.exports or output.index in retained

@@ -87,7 +87,7 @@ class Context:
 
     __slots__ = ("autocast", "grad", "modules")
 
-    #: Whether bodies run in `casts_of_body_uncached`.
+    #: Whether a body runs in `casts_of_body_uncached`; `current` then tells that casts are cached.
     _is_uncached = False
 
     def __init__(
@@ -116,15 +116,40 @@ class Context:
     @classmethod
     @contextlib.contextmanager
     def casts_of_body_uncached(cls) -> Iterator[None]:
-        """Return a context in which autocast keeps no casts; tasks that are recorded in it keep theirs."""
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        cls._is_uncached = True
+        """Return a context for a body in which autocast caches no casts. Tasks that are recorded in it cache theirs.
+
+        Autocast that the script has entered around the step still caches, as in one process.
+        """
+        kind = torch.amp.autocast_mode.autocast
+        own = kind.__enter__
+
+        def enter(autocast: Any) -> Any:
+            result = own(autocast)
+            if cls._is_uncached:
+                torch.set_autocast_cache_enabled(False)
+            return result
+
         try:
+            cls._is_uncached = True
+            # Contexts may have been made elsewhere, with a setting of their own.
+            kind.__enter__ = enter  # type: ignore[method-assign]
             yield
         finally:
+            kind.__enter__ = own  # type: ignore[method-assign]
             cls._is_uncached = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def casts_of_tasks_cached(cls) -> Iterator[None]:
+        """Return a context in :meth:`casts_of_body_uncached` for tasks, whose casts are cached."""
+        before, is_uncached = torch.is_autocast_cache_enabled(), cls._is_uncached
+        try:
+            cls._is_uncached = False
+            torch.set_autocast_cache_enabled(True)
+            yield
+        finally:
             torch.set_autocast_cache_enabled(before)
+            cls._is_uncached = is_uncached
 
     def is_current(self, modules: AttributeSnapshot) -> bool:
         """Return whether this is the current state; ``modules`` is the part that PyTorch does not store."""
