@@ -308,7 +308,7 @@ class StageCapture:
                     "as batches of another shape, run without"
                 )
                 return
-            if sum(not each.stages for each in self._programs.values()) == _MAX_PROGRAMS:
+            if sum(not each.stages for each in self._programs.values()) >= _MAX_PROGRAMS:
                 self._warn(f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have no graphs; others are not tried")
                 return
             program = self._programs[key] = _Program()
@@ -426,7 +426,8 @@ class StageCapture:
     ) -> dict[int, list[CapturedStage]]:
         stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}
-        # Graphs have memory of their own, so what is free must not stay reserved.
+        # Graphs allocate from memory pools of their own. They cannot use the free blocks that PyTorch keeps, so these
+        # are returned to the device.
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
