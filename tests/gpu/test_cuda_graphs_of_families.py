@@ -112,13 +112,14 @@ def _check_families():
             if family in WITHOUT:
                 is_right = not has_graphs and any(WITHOUT[family] in each for each in texts)
             else:
-                is_right = has_graphs and not texts
+                # Without gradients, this rank got no layers: the cut depends on measured times.
+                is_right = (has_graphs or not gradients) and not texts
             if family in ROUNDED:
                 is_right = is_right and torch.allclose(torch.stack(losses), torch.stack(alone), rtol=1e-2)
             else:
                 is_right = is_right and all(map(torch.equal, losses + gradients, alone + others))
             if not is_right:
-                failed.append((family, has_graphs, texts))
+                failed.append((family, has_graphs, len(gradients), texts))
     return failed
 
 

@@ -144,6 +144,7 @@ class OverlappedRun:
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
         """Run the tasks that can run now that a microbatch has been recorded."""
+        self._pipeline.reorder_as_before(recording)
         found = tuple(sorted({value.index for value in returned}))
         digest = recording.digest if _takes_no_state(recording) and _continues_streams(recording) else -1
         for draw in _draws(recording):
@@ -157,6 +158,11 @@ class OverlappedRun:
         self._microbatches.append(Microbatch(recording, self._expectation.stage_graph))
         if len(self._microbatches) < self._expectation.microbatches:
             self._run(len(self._microbatches) - 1)
+
+    @property
+    def num_matched(self) -> int:
+        """The number of microbatches that were as expected so far."""
+        return self._program.num_allowed
 
     def complete(self) -> None:
         """Complete all recorded microbatches (OVL-3); later ones run after the bodies."""

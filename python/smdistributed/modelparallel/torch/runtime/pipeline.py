@@ -46,6 +46,8 @@ from smdistributed.modelparallel.torch.tracing.tasks import Task, Value, digest_
 
 #: Largest number of cached plans and digests.
 _LIMIT = 1 << 12
+#: Calls of a step function in a row with unexpected microbatches, after which a warning says that it has no graphs.
+_MISSES = 3
 
 
 class Pipeline:
@@ -119,6 +121,10 @@ class Pipeline:
         #: For recordings that were reordered to match the first rank, by their digests: the order, and the new
         #: digest.
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
+        #: The same for each recording, by its digest before it was reordered.
+        self._order_of: dict[int, tuple[list[int], int]] = {}
+        #: Calls of a step function in a row that no microbatch of a step with `cuda_graphs` has matched.
+        self._misses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: Values of parameters whose `requires_grad` the body has changed, by id and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
         self._unknown: Any = None
@@ -377,13 +383,20 @@ class Pipeline:
         if has_backward:
             self._called.add(step)
         if reason is not None and self._capture is not None and has_backward and not is_told:
-            self._without_graphs.add(step)
-            warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+            self._warn_of_no_graphs(step, reason)
+        if overlapped is not None and self._capture is not None:
+            self._misses[step] = 0 if overlapped.num_matched else self._misses.get(step, 0) + 1
+            if self._misses[step] == _MISSES and step not in self._without_graphs:
+                self._warn_of_no_graphs(step, "its microbatches make other calls than in the step before")
         if reason is None:
             key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
             program = self._plans.get(key)
             if program is not None:
                 self._expectations[step] = Expectation(key[0], key[1], len(microbatches), first.stage_graph, program)
+
+    def _warn_of_no_graphs(self, step: Any, reason: str) -> None:
+        self._without_graphs.add(step)
+        warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
 
     def executor(self, scale: float, early: bool = False, capture: StageCapture | None = None) -> Executor:
         """Return an executor of this rank's part."""
@@ -403,8 +416,7 @@ class Pipeline:
         known = self._orders.get(key)
         if known is not None:
             for recording, (order, digest) in zip(recordings, known, strict=True):
-                task_order.reorder(recording, order)
-                recording.digest = digest
+                self._reorder(recording, order, digest)
         if self._are_alike(recordings, phase):
             return
         contents = [task_order.content_digests(self, recording) for recording in recordings]
@@ -420,12 +432,12 @@ class Pipeline:
                 orders = []
                 for recording, places in zip(recordings, found[self.rank], strict=True):
                     assert places is not None, "checked above"
-                    task_order.reorder(recording, places)
-                    recording.digest = task_order.digest(self, recording)
+                    self._reorder(recording, places)
                     orders.append((places, recording.digest))
                 if self._are_alike(recordings, phase):
                     if len(self._orders) > _LIMIT:
                         self._orders.clear()
+                        self._order_of.clear()
                     if known is None:
                         self._orders[key] = orders
                     return
@@ -439,6 +451,25 @@ class Pipeline:
                 "list, or over `sorted(..)`"
             )
         raise SMPMismatchError(text)
+
+    def reorder_as_before(self, recording: Recording) -> None:
+        """Put a complete recording into the order in which an equal one matched the first rank's (SAME-1)."""
+        known = self._order_of.get(recording.digest)
+        if known is not None:
+            self._reorder(recording, *known)
+
+    def _reorder(self, recording: Recording, places: list[int], digest: int | None = None) -> None:
+        task_order.reorder(recording, places)
+        recorded = recording.digest
+        recording.digest = task_order.digest(self, recording) if digest is None else digest
+        if recording.executed is not None:
+            # A part of its tasks, which does not overlap.
+            return
+        if recording.reordered is not None:
+            recorded, before = recording.reordered
+            places = [before[place] for place in places]
+        recording.reordered = recorded, places
+        self._order_of[recorded] = places, recording.digest
 
     def _are_alike(self, recordings: Sequence[Recording], phase: int) -> bool:
         """Return whether all ranks have equal recordings."""

@@ -123,6 +123,8 @@ class Recording(TorchFunctionMode):
         self.num_executed = 0
         self.base_level = 0
         self.digest = 0
+        #: If the tasks were reordered: the digest before, and the numbers that the tasks had.
+        self.reordered: tuple[int, list[int]] | None = None
         self.backward_roots: list[tuple[Value, Any]] = []
         self.fetched: dict[int, torch.Tensor] = {}
         #: The part that was executed during the recording, if any.
