@@ -2,8 +2,10 @@
 
     smdrun -n 2 benches/gpu/huggingface.py --families llama mistral qwen2
     smdrun -n 4 benches/gpu/huggingface.py --families llama gpt2 --pipelines interleaved zero_bubble
+    smdrun -n 2 benches/gpu/huggingface.py --families llama gpt2_dropout --autocast
 
-Models have transformers' defaults, about a billion parameters, bfloat16 and AdamW. This library partitions them with
+Models have transformers' defaults, about a billion parameters, bfloat16 and AdamW. With ``--autocast``, parameters are
+float32, and steps run under autocast with bfloat16. This library partitions them with
 `auto_partition`. PyTorch's stages are cut by hand and have as many layers each (the first ones one more where the
 number is no multiple): the first also has the embedding, the last also the norm and the head. A head that shares its
 weight with the embedding (gemma, gpt2) gets a weight of its own there, so the losses differ.
@@ -56,6 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": _DECODER,
     "olmo2": _DECODER,
     "gpt2": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    #: With the dropout of its defaults.
+    "gpt2_dropout": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
     "mixtral": {**_EXPERTS, "intermediate_size": 3584, "num_local_experts": 8},
     "qwen2_moe": {
         **_EXPERTS,
@@ -119,7 +123,7 @@ class Bench:
     def __init__(self, family: str, arguments: argparse.Namespace) -> None:
         self.family, self.arguments = family, arguments
         self.rank, self.device = c10d.get_rank(), torch.device("cuda", torch.cuda.current_device())
-        kind = family.replace("_tied", "")
+        kind = family.removesuffix("_dropout")
         self.config = AutoConfig.for_model(kind, **FAMILIES[family])
 
     def model(self) -> nn.Module:
@@ -130,7 +134,16 @@ class Bench:
         with self.device:
             # Each model needs its own configuration: the forward of most models reads the number of layers from it,
             # which a stage changes.
-            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=torch.bfloat16)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=self.dtype).train()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters, and of what stages of PyTorch pass on: autocast keeps the sums of layers in float32."""
+        return torch.float32 if self.arguments.autocast else torch.bfloat16
+
+    def autocast(self) -> torch.autocast:
+        """The region in which a step runs."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.arguments.autocast)
 
     def ours(self, pipeline: str) -> Callable[..., Any]:
         """Makes a pipeline of this library; returns its step."""
@@ -146,7 +159,8 @@ class Bench:
 
         @smp.step
         def step(model: Any, ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(model(input_ids=ids_BT).logits, targets_BT)
+            with self.autocast():
+                loss = loss_of(model(input_ids=ids_BT).logits, targets_BT)
             model.backward(loss)
             return loss
 
@@ -164,7 +178,7 @@ class Bench:
         first, last = self.rank == 0, self.rank == ranks - 1
         module = Stage(self.model(), self.rank, ranks).to(self.device)
         rows, length = self.arguments.microbatch, self.arguments.sequence
-        between = torch.empty(rows, length, self.config.hidden_size, dtype=torch.bfloat16, device="meta")
+        between = torch.empty(rows, length, self.config.hidden_size, dtype=self.dtype, device="meta")
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         logits = torch.empty(rows, length, self.config.vocab_size, dtype=torch.bfloat16, device="meta")
         stage = pipelining.PipelineStage(
@@ -177,10 +191,11 @@ class Bench:
         def train(ids_BT: torch.Tensor, targets_BT: torch.Tensor) -> Any:
             optimizer.zero_grad()
             losses: list[torch.Tensor] = []
-            schedule.step(
-                *([ids_BT] if first else []), target=targets_BT if last else None, losses=losses if last else None,
-                return_outputs=False,
-            )  # fmt: skip
+            with self.autocast():
+                schedule.step(
+                    *([ids_BT] if first else []), target=targets_BT if last else None, losses=losses if last else None,
+                    return_outputs=False,
+                )  # fmt: skip
             optimizer.step()
             return torch.stack(losses).detach().mean() if losses else None
 
@@ -256,6 +271,7 @@ def main() -> None:
         "the option cuda_graphs where +graphs follows",
     )  # fmt: skip
     parser.add_argument("--memory-weight", type=float, help="memory weight of auto_partition; default: the library's")
+    parser.add_argument("--autocast", action="store_true", help="float32 parameters, and autocast with bfloat16")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch", type=int, default=4, help="sequences in each microbatch")
     parser.add_argument("--sequence", type=int, default=1024)
@@ -269,7 +285,7 @@ def main() -> None:
     if rank == 0:
         print(
             f"{ranks} x {torch.cuda.get_device_name()}, {arguments.microbatches} microbatches of {arguments.microbatch} x "
-            f"{arguments.sequence}, {arguments.rounds} rounds\n"
+            f"{arguments.sequence}, {arguments.rounds} rounds{', autocast' if arguments.autocast else ''}\n"
             f"{'family':10} {'pipeline':18} {'tokens/s':>9} {'ratio':>6} {'step ms':>7} {'min':>7} {'max':>7}  "
             f"{'host ms':{4 * ranks}} start, three steps; loss; GiB of each rank",
             flush=True,
