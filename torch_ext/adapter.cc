@@ -100,6 +100,18 @@ void TensorOperation::write(const at::Tensor& tensor) { core.outputs.push_back(d
 
 void TensorOperation::read(const at::Tensor& tensor) { core.inputs.push_back(describe(dense_input(tensor))); }
 
+void TensorOperation::read_own_block(const at::Tensor& tensor) {
+  const auto is_own = [&](const TensorView& own) {
+    return static_cast<const void*>(own.ptr) == tensor.const_data_ptr() && own.dtype == dtype_of(tensor) &&
+           own.elems == static_cast<std::size_t>(tensor.numel());
+  };
+  const std::size_t rank = group_rank(core.group);
+  // The core explains a wrong number of outputs.
+  if (rank >= core.outputs.size() || !is_dense(tensor) || !is_own(core.outputs[rank])) return read(tensor);
+  kept_.push_back(tensor.storage());
+  core.inputs.push_back(describe(tensor));
+}
+
 void TensorOperation::write_blocks(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (!make_a_row(tensors)) {

@@ -24,6 +24,8 @@ class TensorOperation {
   // Describe the arguments, outputs first: an input that shares memory with an output is copied.
   void write(const at::Tensor& tensor);
   void read(const at::Tensor& tensor);
+  // As `read`, but the input may be this rank's own output, which then has its value already.
+  void read_own_block(const at::Tensor& tensor);
   // As `write` and `read`, with one tensor for each rank. On a device, blocks of equal size are made adjacent.
   void write_blocks(at::TensorList tensors);
   void read_blocks(at::TensorList tensors);

@@ -35,14 +35,14 @@ TensorOperation broadcast_(const at::Tensor& tensor, int64_t root, int64_t group
 TensorOperation all_gather(at::TensorList outputs, const at::Tensor& input, int64_t group) {
   TensorOperation operation(Collective::AllGather, group);
   operation.write_blocks(outputs);
-  operation.read(input);
+  operation.read_own_block(input);
   return operation;
 }
 
 TensorOperation all_gather_single(const at::Tensor& output, const at::Tensor& input, int64_t group) {
   TensorOperation operation(Collective::AllGather, group);
   operation.write_rows(output, {});
-  operation.read(input);
+  operation.read_own_block(input);
   return operation;
 }
 

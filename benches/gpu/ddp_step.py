@@ -104,7 +104,9 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     if arguments.local:
         # Every rank must take part in creating every group.
         own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
-        variants["ours, local"] = lambda model: OurDDP(model, device_ids=[torch.cuda.current_device()], process_group=own)
+        variants["ours, local"] = lambda model: OurDDP(
+            model, device_ids=[torch.cuda.current_device()], process_group=own
+        )
     if arguments.copies:
         variants["copies"] = lambda model: Copies(model, staged=False)
         variants["copies, staged"] = lambda model: Copies(model, staged=True)
@@ -237,7 +239,9 @@ def report(case: str, times: dict[str, list[float]], peaks: dict[str, float], ra
     }
     best = min(statistics.median(values) for name, values in exposed.items() if name.startswith("torch"))
     print(f"\n{case}: alone {statistics.median(alone):.1f} ms ({min(alone):.1f} to {max(alone):.1f})")
-    print(f"{'variant':24}{'step ms':>9}{'exposed':>9}{'q25':>8}{'q75':>8}{'min':>8}{'max':>8}{'of best':>9}{'peak GiB':>10}")
+    print(
+        f"{'variant':24}{'step ms':>9}{'exposed':>9}{'q25':>8}{'q75':>8}{'min':>8}{'max':>8}{'of best':>9}{'peak GiB':>10}"
+    )
     for variant, values in exposed.items():
         middle = statistics.median(values)
         low, high = quartiles(values)

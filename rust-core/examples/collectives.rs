@@ -86,8 +86,11 @@ fn measure(world: &Communicator, name: &str, bytes: usize, repeats: usize, calls
     };
     let mut private = vec![1.0f32; if name == "all_reduce_after_work" { PRIVATE_ELEMS } else { 0 }];
     let mut times = Vec::new();
-    // The first repeat warms up: caches, page tables, and the memory that ranks share.
+    // The first repeat warms up: caches, page tables, the memory that ranks share, and choices by measurement, for which it
+    // makes more calls.
+    let warm_up = calls.max((WARM_UP_BYTES / bytes.max(1)).min(WARM_UP_CALLS));
     for repeat in 0..=repeats {
+        let calls = if repeat == 0 { warm_up } else { calls };
         world.run(&Request::Barrier)?;
         let start = Instant::now();
         let time: Duration = match &request {
@@ -126,6 +129,8 @@ fn measure(world: &Communicator, name: &str, bytes: usize, repeats: usize, calls
     Ok(times)
 }
 
+const WARM_UP_BYTES: usize = 4 << 30;
+const WARM_UP_CALLS: usize = 200;
 const WORK: Duration = Duration::from_millis(2);
 /// 4 MiB: more than a core's second-level cache.
 const PRIVATE_ELEMS: usize = 1 << 20;

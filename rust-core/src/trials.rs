@@ -1,6 +1,6 @@
 //! Choices between a few options by measured times, and numbers that look random for the places of trials.
 //!
-//! The options are kinds of stores ([`crate::collectives`]) or numbers of pieces in flight. A chooser, such as
+//! The options are kinds of stores, paths of bytes ([`crate::collectives`]) or numbers of pieces in flight. A chooser, such as
 //! `StoreChooser`, runs some calls with each option and times them. [`Trials`] keeps the newest of these times.
 //!
 //! - CHOICE-1: an option is compared by the median of its newest times, so that one disturbed call does not count, and a
@@ -48,6 +48,11 @@ impl<const OPTIONS: usize, const TIMES: usize> Trials<OPTIONS, TIMES> {
     pub(crate) fn add(&mut self, option: usize, time: f32) {
         self.times[option][self.measured[option] % TIMES] = time;
         self.measured[option] += 1;
+    }
+
+    /// Forgets the times of an option, because something has changed that they depend on.
+    pub(crate) fn forget(&mut self, option: usize) {
+        self.measured[option] = 0;
     }
 
     /// The median of each option's newest times, or NaN before there are enough.

@@ -24,6 +24,7 @@ fn check_agreement(agreement: CallAgreement, call: &Call, group: &Group<'_>) -> 
     if let Some(memory) = group.memory.filter(|_| failed) {
         memory.reset_regions();
         group.stores.reset();
+        group.paths.reset();
     }
     match agreement {
         CallAgreement::Agreed => Ok(()),

@@ -11,6 +11,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::transport::hosts::Hosts;
@@ -25,6 +26,7 @@ pub mod communicator;
 mod cuda;
 mod depth;
 pub(crate) mod kernels;
+mod paths;
 mod point_to_point;
 pub mod reference;
 pub(crate) mod result_stores;
@@ -40,6 +42,7 @@ pub(crate) use call::{Call, Kind, views};
 pub use communicator::{Communicator, Done};
 pub(crate) use cuda::SplitColor;
 use depth::DepthChooser;
+use paths::{PathChooser, PathClass};
 use result_stores::ResultStores;
 pub use rows::MakeOutputs;
 use stores::StoreChooser;
@@ -206,6 +209,12 @@ pub(crate) struct Group<'a> {
     /// hosts.
     hosts: Option<&'a Hosts>,
     members: &'a Members,
+    /// By which path bytes get from one member to another.
+    paths: &'a PathChooser,
+    /// The class of the running operation, if its time is measured.
+    timed_class: Cell<Option<PathClass>>,
+    /// How long the running operation has waited until all members called it, if its time is measured.
+    waited: Cell<Duration>,
     /// How members write the chunks that peers read.
     stores: &'a StoreChooser,
     /// How this member writes its results.

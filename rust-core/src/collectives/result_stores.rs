@@ -155,6 +155,16 @@ impl ResultStores {
     }
 }
 
+impl ResultStores {
+    /// Whether the kind of stores is chosen for calls of `kind` with so many bytes, or such calls have no choice.
+    pub(crate) fn are_chosen(&self, kind: Kind, bytes: usize) -> bool {
+        let Some(class) = size_class(bytes) else { return true };
+        let classes = self.classes.lock();
+        // After some more pairs than a choice needs.
+        classes.get(&(Some(kind), class)).is_none_or(|of_class| of_class.calls >= (TIMES as u64 + 2) * CALLS_PER_PAIR)
+    }
+}
+
 /// Writes the results of one call.
 pub(crate) struct ResultWriter<'a> {
     chooser: &'a ResultStores,

@@ -52,7 +52,8 @@ pub const OPERATIONS: [&str; 13] = [
 const SEND: usize = 11;
 const RECV: usize = 12;
 /// Slower paths, in the order of [`Fallback`].
-pub const FALLBACKS: [&str; 4] = ["synchronous_call", "gradients_one_by_one", "tcp_without_mpi", "nccl_without_peers"];
+pub const FALLBACKS: [&str; 5] =
+    ["synchronous_call", "gradients_one_by_one", "tcp_without_mpi", "nccl_without_peers", "no_direct_reads"];
 
 /// A slower path that an operation or a step took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +66,8 @@ pub enum Fallback {
     TcpWithoutMpi = 2,
     /// GPUs of one host cannot reach each other's memory.
     NcclWithoutPeers = 3,
+    /// Processes of one host cannot read each other's memory.
+    NoDirectReads = 4,
 }
 
 /// The counters of one process. All fields are atomics, so any contents of the memory are a value.

@@ -237,6 +237,16 @@ def layouts():
     whole[rank] = rank + 1
     dist.all_gather_into_tensor(whole, whole[rank])
     assert whole[:, 0].tolist() == [r + 1.0 for r in range(size)]
+    for call in range(10):
+        # Large ones take different paths in turns.
+        whole = torch.zeros(size, 70_001)
+        whole[rank] = rank + call
+        dist.all_gather_into_tensor(whole, whole[rank])
+        assert torch.equal(whole, (torch.arange(float(size)) + call)[:, None].expand_as(whole))
+    row = torch.zeros(4 * size)
+    row[2:6] = rank + 1
+    dist.all_gather_into_tensor(row, row[2:6])
+    assert torch.equal(row.view(size, 4)[:, 0], torch.arange(1.0, size + 1))
     square = torch.arange(float(size * size)).view(size, size) + 10 * rank
     mine = square.clone()
     dist.all_to_all_single(mine, mine)

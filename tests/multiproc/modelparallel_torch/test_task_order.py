@@ -42,8 +42,9 @@ def _model(dropout=0.0):
     return Model()
 
 
-def _order_body(reads_values, schedule):
+def _order_body(reads_values, schedule, differs=()):
     import copy
+    import itertools
 
     import torch
 
@@ -68,8 +69,14 @@ def _order_body(reads_values, schedule):
     model = smp.DistributedModel(model)
     orders = [["full", "local", "none"], ["none", "full", "local"]]
 
+    calls = itertools.count()
+
     def body(model, backward, x):
+        number, microbatch = divmod(next(calls), 4)
         out = model(x)
+        if (number, microbatch) in differs:
+            # As in the other microbatches so far, but not from here on.
+            out = out + model(out * 2)
         if reads_values and float(out.detach().sum()) == 0.0:
             raise AssertionError("the body got made-up values")
         loss = (model(out) + out).square().mean()
@@ -85,7 +92,10 @@ def _order_body(reads_values, schedule):
     for number, shift in enumerate((0, 0, 0, 1, 1, 1, None, None)):
         model.module.order = orders[0 if shift is None else (smp.pp_rank() + shift) % 2]
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+        begin = next(calls)
+        calls = itertools.count(begin)
         outputs = step(model, x)
+        calls = itertools.count(begin)
         for place, piece in enumerate(x.chunk(4)):
             expected = body(alone, lambda loss: (loss / 4).backward(), piece)
             for ours, theirs in zip(outputs, expected, strict=True):
@@ -96,6 +106,16 @@ def _order_body(reads_values, schedule):
             parameter.grad = None
         alone.zero_grad()
     return worst, matched
+
+
+@pytest.mark.timeout(130)
+@pytest.mark.parametrize("schedule", ["simple", "interleaved", "zero_bubble"])
+def test_microbatches_that_differ_between_others_equal_one_process(schedule):
+    # In the steps in which other microbatches overlap, and in the one in which the order changes.
+    differs = [(1, 2), (2, 1), (3, 2), (4, 3), (5, 1), (6, 2), (7, 3)]
+    for worst, matched in run_ranks(_order_body, 2, False, schedule, differs, launcher=FORKED, timeout=120):
+        assert worst < 1e-12
+        assert max(matched) in (2, 3)
 
 
 @pytest.mark.timeout(130)

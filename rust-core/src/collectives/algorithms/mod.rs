@@ -1,15 +1,21 @@
-//! The algorithms of collectives on CPU tensors. The first one in [`ALGORITHMS`] that accepts a call runs it. All
-//! members make the same call, so all choose the same algorithm. If their calls differ, they may choose differently;
-//! every algorithm begins with the same arrival, which finds the difference.
+//! The algorithms of collectives on CPU tensors. The first one in [`ALGORITHMS`] that accepts a call runs it, unless
+//! members read each other's tensors ([`direct`]). All members make the same call, so all choose the same algorithm. If
+//! their calls differ, they may choose differently; every algorithm begins with the same arrival, which finds the
+//! difference.
+
+use std::time::{Duration, Instant};
 
 use super::call::Call;
+use super::paths::{Path, PathChooser, SharedTime};
 use super::{Group, Request, agreement};
+use crate::buffer::TensorView;
 use crate::bulk_copy;
 use crate::collectives::stores::{ChunkStores, Purpose};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
 mod adasum;
+mod direct;
 mod exchange;
 mod hosts;
 mod messages;
@@ -42,8 +48,49 @@ pub(crate) const ALGORITHMS: &[&dyn Algorithm] = &[
     &messages::MessageAlgorithm,
 ];
 
-/// Runs the operation with the first algorithm that accepts it.
+/// Runs the operation: large ones by the path that is faster at present, all others with the first algorithm that accepts
+/// them.
 pub(crate) fn run(request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+    let bytes = direct::longest_read(call, group).unwrap_or(0);
+    let Some(class) = PathChooser::class(call.kind, bytes) else {
+        return run_first(request, call, group);
+    };
+    let turn = group.paths.begin(class);
+    group.timed_class.set(Some(class));
+    let start = Instant::now();
+    if turn.path == Path::Direct {
+        tracing::trace!(operation = group.operation, group = group.id, algorithm = "direct", "{call}");
+    }
+    if turn.path == Path::Shared || !direct::run(request, call, group)? {
+        run_first(request, call, group)?;
+    }
+    let time = start.elapsed().saturating_sub(group.waited.get());
+    group.paths.add(turn, time.as_secs_f32(), bytes, shared_time(request, call, group));
+    Ok(())
+}
+
+/// What this member knows about the time of such calls through shared memory.
+fn shared_time(request: &Request, call: &Call, group: &Group<'_>) -> SharedTime {
+    if !group.shared().has_touched_all() {
+        SharedTime::Unknown
+    } else if group.results.are_chosen(call.kind, results_bytes(request)) {
+        SharedTime::Steady
+    } else {
+        SharedTime::Present
+    }
+}
+
+/// Bytes of the results that an algorithm copies out of shared memory, if it runs the call there.
+fn results_bytes(request: &Request) -> usize {
+    match request {
+        Request::AllReduce { output, .. } => output.bytes(),
+        Request::AllGather { outputs, .. } => outputs.iter().map(TensorView::bytes).sum(),
+        Request::Broadcast { data, .. } => data.bytes(),
+        _ => 0,
+    }
+}
+
+fn run_first(request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
     let algorithm = ALGORITHMS.iter().find(|algorithm| algorithm.accepts(call, group));
     let algorithm = algorithm.expect("messages accept everything");
     tracing::trace!(operation = group.operation, group = group.id, algorithm = algorithm.name(), "{call}");
@@ -62,7 +109,7 @@ struct SyncSteps<'a> {
 
 impl<'a> SyncSteps<'a> {
     fn new(memory: &'a SharedMemory, call: &'a Call, group: &'a Group<'a>) -> Self {
-        agreement::publish(memory, call, 0);
+        Self::publishing(memory, call, group, 0);
         Self { memory, call, group, calls: None, chunks: None }
     }
 
@@ -74,8 +121,18 @@ impl<'a> SyncSteps<'a> {
         purpose: Purpose,
         bytes: usize,
     ) -> Self {
-        agreement::publish(memory, call, group.stores.times(purpose, bytes));
+        Self::publishing(memory, call, group, group.stores.times(purpose, bytes));
         Self { memory, call, group, calls: None, chunks: Some((purpose, bytes)) }
+    }
+
+    /// Publishes the call, and this member's times of such calls.
+    fn publishing(memory: &SharedMemory, call: &Call, group: &Group<'_>, store_times: u64) {
+        agreement::publish(memory, call, store_times);
+        if let Some(class) = group.timed_class.get() {
+            let words = memory.direct_words(memory.me(), memory.phase().wrapping_add(1));
+            // SAFETY: the place lies in this member's part of the segment, which is read after the next arrival (SHM-2).
+            unsafe { words.write(group.paths.times(class)) };
+        }
     }
 
     /// Begins a chunk of `bytes` bytes.
@@ -86,10 +143,23 @@ impl<'a> SyncSteps<'a> {
 
     /// Waits until the writes of all members in this phase are visible.
     fn sync(&mut self) -> Result<()> {
-        if self.calls.is_some() {
-            return self.memory.sync(&self.group.wait);
+        match self.calls {
+            Some(_) => self.memory.sync(&self.group.wait),
+            None => self.first_sync(),
         }
+    }
+
+    fn first_sync(&mut self) -> Result<()> {
+        let start = self.group.timed_class.get().map(|_| Instant::now());
         self.calls = Some(agreement::agree(self.memory, self.call, self.group)?);
+        if let Some(class) = self.group.timed_class.get() {
+            let waited = start.map_or(Duration::ZERO, |start| start.elapsed());
+            self.group.waited.set(self.group.waited.get() + waited);
+            let (memory, phase) = (self.memory, self.memory.phase());
+            // SAFETY: inside the segment and aligned by its layout; any bits are a value.
+            let times = |rank| unsafe { memory.direct_words(rank, phase).read_volatile() };
+            self.group.paths.choose(class, (0..memory.size()).map(times));
+        }
         if let Some((purpose, bytes)) = self.chunks {
             self.group.stores.choose(purpose, bytes, agreement::store_times(self.memory));
         }

@@ -130,6 +130,7 @@ impl GroupState {
                 memory.arrive();
                 memory.reset_regions();
                 self.stores.reset();
+                self.paths.reset();
                 self.unsettled.store(true, Ordering::Relaxed);
                 Ok(())
             }
@@ -193,6 +194,9 @@ impl GroupState {
             memory: self.transport.shared(),
             hosts: self.transport.hosts(),
             members,
+            paths: &self.paths,
+            timed_class: Default::default(),
+            waited: Default::default(),
             stores: &self.stores,
             results: &self.results,
             depths: &self.depths,

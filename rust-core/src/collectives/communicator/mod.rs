@@ -30,6 +30,7 @@ use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::cuda::{self, Cuda, PendingWork, SplitColor};
 use crate::collectives::depth::DepthChooser;
+use crate::collectives::paths::PathChooser;
 use crate::collectives::point_to_point::PointToPoint;
 use crate::collectives::result_stores::ResultStores;
 use crate::collectives::stores::StoreChooser;
@@ -39,6 +40,8 @@ use crate::config;
 use crate::device::nccl::Parent;
 use crate::device::{Context, Stream};
 use crate::error::{Error, Result};
+#[cfg(test)]
+use crate::transport::shm::SharedMemory;
 use crate::transport::{Members, Transport};
 use crate::world::{Monitor, Store};
 
@@ -77,6 +80,7 @@ struct GroupState {
     panicked: Arc<OnceLock<Error>>,
     /// Whether the last arrival was not waited for (SHM-3).
     unsettled: AtomicBool,
+    paths: PathChooser,
     stores: StoreChooser,
     results: ResultStores,
     depths: DepthChooser,
@@ -92,16 +96,17 @@ impl Communicator {
     /// Creates a communicator over `transport`, which must have no other user. `id` is equal on all members and unique
     /// in the job.
     pub fn new(id: u64, transport: Arc<dyn Transport>, monitor: Arc<Monitor>, timeout: Duration) -> Arc<Self> {
-        Self::with_stores(id, transport, monitor, timeout, StoreChooser::default())
+        Self::with_choosers(id, transport, monitor, timeout, StoreChooser::default(), PathChooser::default())
     }
 
-    /// As above, with other copies into shared memory: tests slow one of them down.
-    pub(crate) fn with_stores(
+    /// As above, with other copies into shared memory, one of which tests slow down, and with one path, as tests choose.
+    pub(crate) fn with_choosers(
         id: u64,
         transport: Arc<dyn Transport>,
         monitor: Arc<Monitor>,
         timeout: Duration,
         stores: StoreChooser,
+        paths: PathChooser,
     ) -> Arc<Self> {
         let closed = Arc::new(OnceLock::new());
         let panicked = Arc::new(OnceLock::new());
@@ -120,6 +125,7 @@ impl Communicator {
             broken: OnceLock::new(),
             panicked,
             unsettled: AtomicBool::new(false),
+            paths,
             stores,
             results: ResultStores::default(),
             depths: DepthChooser::default(),
@@ -129,6 +135,11 @@ impl Communicator {
             windows: AtomicU64::new(0),
         });
         Arc::new(Self { shared, point_to_point })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn shared_memory(&self) -> Option<&SharedMemory> {
+        self.shared.transport.shared()
     }
 
     #[cfg(test)]

@@ -2,6 +2,7 @@
 //! results.
 
 mod batches;
+mod direct;
 mod failures;
 mod messages;
 mod panics;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::ranks::*;
 use crate::buffer::{DType, ReduceOp};
 use crate::bulk_copy;
+use crate::collectives::paths::{Path, PathChooser};
 use crate::collectives::stores::{Purpose, StoreChooser, Stores};
 use crate::collectives::{Communicator, Request};
 use crate::world::Monitor;
@@ -44,7 +45,8 @@ fn the_choice_follows_the_faster_stores_within_fifty_calls() {
         let monitors: Vec<_> = (0..size).map(|rank| std::sync::Arc::new(Monitor::new(rank))).collect();
         let communicators = shm(size).into_iter().zip(&monitors).map(|(transport, monitor)| {
             let stores = StoreChooser::with_copies([ordinary, streaming]);
-            Communicator::with_stores(3, transport, monitor.clone(), TIMEOUT, stores)
+            let paths = PathChooser::only(Path::Shared);
+            Communicator::with_choosers(3, transport, monitor.clone(), TIMEOUT, stores, paths)
         });
         let job = TestGroup { communicators: communicators.collect(), monitors: monitors.clone() };
         for (slow, fast) in [

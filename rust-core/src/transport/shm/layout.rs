@@ -39,6 +39,7 @@ pub(crate) mod header {
 mod control {
     pub(super) const PHASE: usize = 0;
     pub(super) const CORE: usize = 4;
+    pub(super) const WITHDRAWN: usize = 8;
     pub(super) const DOORBELL: usize = 128;
     pub(super) const DOORBELL_SLEEPERS: usize = 256;
     pub(super) const CALLS: usize = 384;
@@ -57,8 +58,8 @@ pub(crate) struct SegmentLayout {
 
 impl SegmentLayout {
     pub(crate) fn new(size: usize) -> Self {
-        // The fixed part is followed by two rows of sizes for each of two parities.
-        let control_bytes = (control::ROWS + 2 * 2 * size * 8).next_multiple_of(PAGE);
+        // The fixed part is followed by two rows of sizes, and by addresses, for each of two parities.
+        let control_bytes = (control::ROWS + 2 * (2 * size + Self::direct_words(size)) * 8).next_multiple_of(PAGE);
         let arenas = (PAGE + size * control_bytes).next_multiple_of(HUGE_PAGE);
         let rings = arenas + size * 2 * ARENA_BYTES;
         Self { size, control_bytes, arenas, rings }
@@ -104,6 +105,20 @@ impl SegmentLayout {
         self.control(rank) + control::ROWS + parity * 2 * self.size * 8
     }
 
+    /// `u32`: once `rank` has failed in an operation in which others read its memory, the culprit's global rank plus one.
+    pub(crate) fn withdrawn(&self, rank: usize) -> usize {
+        self.control(rank) + control::WITHDRAWN
+    }
+
+    /// `[u64; 1 + size]`: how long calls of this kind take by either path, and addresses in the memory of `rank`.
+    pub(crate) fn direct(&self, rank: usize, parity: usize) -> usize {
+        self.control(rank) + control::ROWS + (2 * 2 * self.size + parity * Self::direct_words(self.size)) * 8
+    }
+
+    fn direct_words(size: usize) -> usize {
+        1 + size
+    }
+
     /// [`MESSAGE_BYTES`] bytes of text that belong to the call.
     pub(crate) fn message(&self, rank: usize, parity: usize) -> usize {
         self.control(rank) + control::MESSAGES + parity * MESSAGE_BYTES
@@ -138,12 +153,14 @@ mod tests {
             for rank in 0..size {
                 ranges.push((layout.phase(rank), 4));
                 ranges.push((layout.core(rank), 4));
+                ranges.push((layout.withdrawn(rank), 4));
                 ranges.push((layout.doorbell(rank), 4));
                 ranges.push((layout.doorbell_sleepers(rank), 4));
                 for parity in 0..2 {
                     ranges.push((layout.call(rank, parity), CALL_WORDS * 8));
                     ranges.push((layout.rows(rank, parity), 2 * size * 8));
                     ranges.push((layout.message(rank, parity), MESSAGE_BYTES));
+                    ranges.push((layout.direct(rank, parity), (1 + size) * 8));
                 }
                 ranges.push((layout.arena(rank), ARENA_BYTES));
                 ranges.push((layout.results(rank), ARENA_BYTES));

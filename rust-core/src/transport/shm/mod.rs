@@ -24,8 +24,8 @@
 //! fetching a line from the shared cache, to which the peer has evicted it by the time the rotation returns to it.
 //! All-reduce of 64 KiB to 4 MiB between two processes takes less than half the time with the rotation.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::mailbox::{Mailbox, Messages};
@@ -38,6 +38,7 @@ mod arrivals;
 mod counts;
 pub(crate) mod event;
 pub(crate) mod layout;
+pub(crate) mod member_memory;
 mod placement;
 mod ring;
 pub(crate) mod segment;
@@ -46,6 +47,7 @@ use arrivals::Arrivals;
 use counts::Counts;
 use event::FutexEvent;
 use layout::{ARENA_BYTES, CALL_WORDS, RING_BYTES, RING_SLOTS, SegmentLayout};
+use member_memory::MemberMemory;
 use placement::core;
 pub(super) use ring::Rings;
 use segment::SharedSegment;
@@ -71,6 +73,10 @@ impl ShmTransport {
         timeout: Duration,
     ) -> Result<Arc<Self>> {
         let memory = SharedMemory::join(name, &members, store, monitor, timeout)?;
+        let during = || format!("joining group `{name}`");
+        if let Some(direct) = MemberMemory::connect(&memory, &joining(&during, &members, monitor, timeout))? {
+            let _ = memory.direct.set(direct);
+        }
         let mailbox = Mailbox::new(Rings::new(memory.clone()), members);
         Ok(Arc::new(Self { memory, mailbox }))
     }
@@ -116,19 +122,17 @@ impl SharedMemory {
                 )));
             }
         }
-        let mut memory =
-            Self { segment, layout, members: members.clone(), phase: AtomicU32::new(0), cursor: AtomicUsize::new(0) };
-        let during = || format!("joining group `{name}`");
-        let closed = Default::default();
-        let wait = Wait {
-            during: &during,
-            start,
-            deadline: start + timeout,
-            monitor,
-            members: &members.ranks,
-            drain_timeout: Duration::ZERO,
-            closed: &closed,
+        let mut memory = Self {
+            segment,
+            layout,
+            members: members.clone(),
+            phase: AtomicU32::new(0),
+            cursor: AtomicUsize::new(0),
+            rounds: AtomicUsize::new(0),
+            direct: OnceLock::new(),
         };
+        let during = || format!("joining group `{name}`");
+        let wait = Wait { start, deadline: start + timeout, ..joining(&during, members, monitor, timeout) };
         memory.sync(&wait)?;
         if members.me == 0 {
             // All members have mapped the segment.
@@ -137,6 +141,19 @@ impl SharedMemory {
         }
         Ok(Arc::new(memory))
     }
+}
+
+/// The conditions that end the waits of a group that is being made.
+fn joining<'a>(
+    during: &'a dyn Fn() -> String,
+    members: &'a Members,
+    monitor: &'a Monitor,
+    timeout: Duration,
+) -> Wait<'a> {
+    static NOT_CLOSED: OnceLock<String> = OnceLock::new();
+    let start = Instant::now();
+    let (deadline, drain_timeout) = (start + timeout, Duration::ZERO);
+    Wait { during, start, deadline, monitor, members: &members.ranks, drain_timeout, closed: &NOT_CLOSED }
 }
 
 /// When the leader dies, its descriptor is closed, and opening it may fail before its death is reported: waits a
@@ -185,6 +202,10 @@ pub struct SharedMemory {
     phase: AtomicU32,
     /// The lowest offset of the next region; equal on all members.
     cursor: AtomicUsize,
+    /// How often regions have rotated through the arenas.
+    rounds: AtomicUsize,
+    /// Access to the members' own memory, if the system permits it to all.
+    direct: OnceLock<MemberMemory>,
 }
 
 impl SharedMemory {
@@ -227,7 +248,7 @@ impl SharedMemory {
             if backoff.pause(|| self.shares_core()) {
                 continue;
             }
-            if let Err(error) = wait.check(|| self.missing()) {
+            if let Err(error) = wait.check(|| self.missing()).and_then(|()| self.check_withdrawn(wait)) {
                 return arrivals.poll(phase).map_err(|_| error);
             }
             sleeps.sleep(|| self.missing(), || arrivals.event.sleep(seen, POLL_INTERVAL));
@@ -261,8 +282,16 @@ impl SharedMemory {
         // A region that does not fit behind the last one starts at 0. It does not overlap the last one, because both
         // are at most a quarter of the arena (SHM-2).
         let start = if cursor + bytes <= self.rotation_bytes() { cursor } else { 0 };
+        if start < cursor {
+            self.rounds.fetch_add(1, Ordering::Relaxed);
+        }
         self.cursor.store(start + bytes, Ordering::Relaxed);
         start
+    }
+
+    /// Whether the pages of all regions exist: the first access to a page takes longer than a later one.
+    pub(crate) fn has_touched_all(&self) -> bool {
+        self.rounds.load(Ordering::Relaxed) > 0
     }
 
     /// Restarts the rotation. If members' calls differed, they may have reserved different sizes for that phase; its
@@ -291,6 +320,42 @@ impl SharedMemory {
     /// The words that describe the call of `rank` at `phase`.
     pub(crate) fn call(&self, rank: usize, phase: u32) -> *mut [u64; CALL_WORDS] {
         self.at(self.layout.call(rank, phase as usize % 2)).cast()
+    }
+
+    /// Access to the members' own memory, if the system permits it to all.
+    pub(crate) fn direct(&self) -> Option<&MemberMemory> {
+        self.direct.get()
+    }
+
+    /// A word for the times of the two paths of a call of `rank` at `phase`, and one for each member for addresses.
+    pub(crate) fn direct_words(&self, rank: usize, phase: u32) -> *mut u64 {
+        self.at(self.layout.direct(rank, phase as usize % 2)).cast()
+    }
+
+    /// Tells the others that this member fails in an operation in which they may still read its memory, because of
+    /// `culprit`, a global rank.
+    pub(crate) fn withdraw(&self, culprit: usize) {
+        self.word(self.layout.withdrawn(self.me())).store(culprit as u32 + 1, Ordering::SeqCst);
+        // Before the caller changes what others read.
+        fence(Ordering::SeqCst);
+    }
+
+    /// The global rank that made a member withdraw, if one has; called after this member's reads.
+    pub(crate) fn withdrawn(&self) -> Option<usize> {
+        fence(Ordering::SeqCst);
+        let culprit = |rank| self.word(self.layout.withdrawn(rank)).load(Ordering::SeqCst);
+        (0..self.size()).map(culprit).find(|culprit| *culprit != 0).map(|culprit| culprit as usize - 1)
+    }
+
+    /// The error of an operation in which a member has withdrawn.
+    pub(crate) fn check_withdrawn(&self, wait: &Wait<'_>) -> Result<()> {
+        let Some(rank) = self.withdrawn() else { return Ok(()) };
+        Err(Error::PeerFailed {
+            rank,
+            how: "failed, or could not be read, in an operation in which ranks read each other's memory".into(),
+            me: self.members.ranks[self.me()],
+            during: (wait.during)(),
+        })
     }
 
     /// Space for two words for each member that belong to the call.

@@ -118,6 +118,8 @@ class OverlappedRun:
 
     Attributes:
         was_interrupted: Whether the body read values of earlier microbatches (OVL-3).
+        returned: For each recorded microbatch, the numbers of the values that its body returns. Later microbatches may
+            share and renumber the values.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class OverlappedRun:
         executor: Executor,
     ) -> None:
         self.was_interrupted = False
+        self.returned: list[list[int]] = []
         self._pipeline, self._expectation = pipeline, expectation
         self._microbatches: list[Microbatch] = []
         #: Comparisons of recorded microbatches whose results this rank has not read yet.
@@ -144,7 +147,8 @@ class OverlappedRun:
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
         """Run the tasks that can run now that a microbatch has been recorded."""
-        self._pipeline.reorder_as_before(recording)
+        self._pipeline.reorder_as_before(recording, self._expectation.digest)
+        self.returned.append([value.index for value in returned])
         found = tuple(sorted({value.index for value in returned}))
         digest = recording.digest if _takes_no_state(recording) and _continues_streams(recording) else -1
         for draw in _draws(recording):
@@ -190,6 +194,7 @@ class OverlappedRun:
         self._run()
         self._end()
         self._wait_for_comparisons()
+        del self.returned[len(self._microbatches) :]
         return self._microbatches
 
     def abandon(self) -> None:

@@ -452,10 +452,13 @@ class Pipeline:
             )
         raise SMPMismatchError(text)
 
-    def reorder_as_before(self, recording: Recording) -> None:
-        """Put a complete recording into the order in which an equal one matched the first rank's (SAME-1)."""
+    def reorder_as_before(self, recording: Recording, digest: int) -> None:
+        """Put a complete recording into the order in which an equal one matched the first rank's (SAME-1).
+
+        Only if it has ``digest`` then: others would renumber values of microbatches that run at present.
+        """
         known = self._order_of.get(recording.digest)
-        if known is not None:
+        if known is not None and known[1] == digest:
             self._reorder(recording, *known)
 
     def _reorder(self, recording: Recording, places: list[int], digest: int | None = None) -> None:

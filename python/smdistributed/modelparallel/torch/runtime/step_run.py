@@ -151,6 +151,11 @@ class StepRun:
         pipeline.module_state.end_of_step()
         pipeline.expect_again(self._step, microbatches, overlapped)
         tensors = pipeline.results(microbatches, self._detach)
+        for place, numbers in enumerate([] if overlapped is None else overlapped.returned):
+            found = tensors[place]
+            tensors[place] = {
+                value.index: found[number] for value, number in zip(returned[place], numbers, strict=True)
+            }
         for written, found in zip(self._written, tensors, strict=True):
             write_back(written, found, pipeline.stale_storages)
         return [

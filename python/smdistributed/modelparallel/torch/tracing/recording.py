@@ -62,7 +62,7 @@ from smdistributed.modelparallel.torch.tracing.remote_tensor import (
     TensorMeta,
     storage_write,
 )
-from smdistributed.modelparallel.torch.tracing.replay import Call, Replay
+from smdistributed.modelparallel.torch.tracing.replay import Call, Replay, next_number
 from smdistributed.modelparallel.torch.tracing.retained_tensors import RetainedTensors
 from smdistributed.modelparallel.torch.tracing.shared_storages import SharedStorages
 from smdistributed.modelparallel.torch.tracing.state_order import StateOrder
@@ -131,8 +131,7 @@ class Recording(TorchFunctionMode):
         self.executed: Microbatch | None = None
         self.located: dict[int, Any] = dict(pipeline.located)
         self._kept: list[torch.Tensor] = []
-        self._count = 0
-        self._levels = 0
+        self._count = self._levels = 0
         #: Buffers that the body has replaced by casts of themselves: module, name, buffer.
         self.cast_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         #: The calls, for the replay by the next microbatch.
@@ -353,7 +352,7 @@ class Recording(TorchFunctionMode):
 
     def _new(self, call: Call, task: Task, encoder: Encoder, key: Any, rank: int | None) -> Any:
         """Record a call that differs from the previous microbatch, like all later calls (RPL-2)."""
-        self._replay = None
+        self._count, self._replay = next_number(self._replay, self.tasks, self._count), None
         call.digest_before = self.digest
         first = len(self.tasks)
         result = self._add(task, encoder, key, rank)
@@ -685,7 +684,7 @@ class Recording(TorchFunctionMode):
     def close_level(self) -> None:
         """Order all later tasks after all tasks so far."""
         self.num_executed = len(self.tasks)
-        self._replay = None
+        self._count, self._replay = next_number(self._replay, self.tasks, self._count), None
         self.base_level = self._levels + 1
         self._levels = self.base_level
         # The following tasks form separate stages, which the digest must show to plans and other replicas.

@@ -90,6 +90,16 @@ class Call:
             self.task.args, self.task.kwargs = self.args, self.kwargs
 
 
+def next_number(replay: Replay | None, tasks: Iterable[Task], count: int) -> int:
+    """Return the number of the next value of a recording with ``count`` values, whose replay ends.
+
+    The values so far are those of an earlier microbatch, which may have been renumbered (SAME-1).
+    """
+    if replay is None:
+        return count
+    return max([count, *(value.index + 1 for task in tasks for value in task.outputs)])
+
+
 class Replay:
     """The calls of the previous microbatch, as far as they are repeated.
 
