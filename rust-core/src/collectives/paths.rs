@@ -6,9 +6,9 @@
 //! Which one is faster depends on the processor, on the cores of the members, on the size and on the kernel.
 //!
 //! So some calls are trials of the other path. Each member times its calls, without the wait in which members meet, and
-//! publishes its times with its next call of this kind. Members choose by the slowest one's time. A call leaves lines in the caches of
-//! different members, depending on its path, and so slows down or speeds up the next one. Therefore two calls in a row are
-//! a trial, and after each change of the path only the second call's time counts.
+//! publishes its times with its next call of this kind. Members choose by the slowest one's time. A call leaves lines in
+//! the caches of different members, depending on its path, and so slows down or speeds up the next one. Therefore two
+//! calls in a row are a trial, and after each change of the path only the second call's time counts.
 //!
 //! - PATH-1: the path of a call depends on the number of calls of its class so far and on published times, which are equal
 //!   on all members. It changes no value.
