@@ -132,8 +132,15 @@ impl DirectReads<'_> {
     unsafe fn read(&self, rank: usize, from: u64, to: *mut u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         let read = unsafe { self.peers.read(rank, from, to, bytes) };
-        let Members { ranks, me } = self.group.members;
-        read.map_err(|error| unreadable(ranks[rank], ranks[*me], &error, &self.group.wait))
+        let wait = &self.group.wait;
+        read.map_err(|error| match self.memory.check_withdrawn(wait) {
+            // It may have freed the tensor since.
+            Err(withdrawn) => withdrawn,
+            Ok(()) => {
+                let Members { ranks, me } = self.group.members;
+                unreadable(ranks[rank], ranks[*me], &error, wait)
+            }
+        })
     }
 
     /// The other members, beginning with the next one, so that they do not all read the same one.
