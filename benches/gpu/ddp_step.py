@@ -120,8 +120,9 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
     times: dict[str, list[float]] = {variant: [] for variant in names}
     peaks: dict[str, float] = {}
     kept: dict[str, Training] = {}
-    model = build()
-    if arguments.together:
+    # With --together, each variant has a model of its own.
+    model = None if arguments.together else build()
+    if model is None:
         for variant in names:
             own = build()
             kept[variant] = Training(variants[variant](own), own, tokens, arguments.warmup)
@@ -129,7 +130,7 @@ def measure(case: str, arguments: argparse.Namespace, rank: int) -> None:
         for variant in names[turn % len(names) :] + names[: turn % len(names)]:
             trace = arguments.trace if turn == arguments.rounds - 1 else None
             trace = trace and f"{trace}/{name}-{batch}-{variant}.json"
-            if kept:
+            if model is None:
                 times[variant].append(kept[variant].timed(arguments.steps, trace, rank))
                 continue
             torch.cuda.reset_peak_memory_stats()

@@ -237,8 +237,8 @@ def layouts():
     whole[rank] = rank + 1
     dist.all_gather_into_tensor(whole, whole[rank])
     assert whole[:, 0].tolist() == [r + 1.0 for r in range(size)]
-    for call in range(10):
-        # Large ones take different paths in turns.
+    for call in range(20):
+        # The last calls may take the other path of large collectives.
         whole = torch.zeros(size, 70_001)
         whole[rank] = rank + call
         dist.all_gather_into_tensor(whole, whole[rank])

@@ -244,7 +244,8 @@ impl DirectReads<'_> {
         let mut sources = vec![std::ptr::null(); size];
         for start in (0..bytes).step_by(part_bytes) {
             let length = part_bytes.min(bytes - start);
-            // The results area is this member's to use: since the agreement, nobody reads results of earlier calls.
+            // The parts go to this member's results area. Other members read earlier results there, but they have done so
+            // before they arrived with this call.
             let mut place = 0;
             for (rank, source) in sources.iter_mut().enumerate() {
                 if rank == me {

@@ -112,7 +112,7 @@ fn calls_that_differ_are_told_to_all_and_the_group_continues() {
     }
 }
 
-/// Secret memory: its process can use it, but the system reads it for nobody.
+/// Memory from `memfd_secret(2)`: its process can use it, but `process_vm_readv` fails there.
 fn secret_memory(bytes: usize) -> Option<*mut u8> {
     // SAFETY: the calls take no memory of this process; the mapping is new, and stays until the process ends.
     unsafe {

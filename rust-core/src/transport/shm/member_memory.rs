@@ -56,7 +56,8 @@ impl MemberMemory {
         static WARNED: Once = Once::new();
         let text = format!(
             "ranks of this host cannot read each other's memory (process_vm_readv: {why}): large collectives copy through \
-             shared memory, which can take longer"
+             shared memory, which can take longer; to permit it, see `kernel.yama.ptrace_scope` and the seccomp profile of \
+             the container"
         );
         WARNED.call_once(|| if memory.me() == 0 { tracing::warn!("{text}") } else { tracing::info!("{text}") });
         Ok(None)
@@ -131,8 +132,8 @@ impl MemberMemory {
         Ok(())
     }
 
-    /// Whether peers can read these bytes of this process: its own read fails alike for memory that has no pages of the
-    /// system, as memory that a CUDA driver has allocated. The first and the last byte stand for all.
+    /// Whether peers can read these bytes of this process: where the system reads for nobody, as from secret memory
+    /// (`memfd_secret(2)`), this process's own read fails, too. The first and the last byte stand for all.
     pub(crate) fn is_readable(&self, from: *const u8, bytes: usize) -> bool {
         let mut byte = 0;
         [0, bytes.saturating_sub(1)].into_iter().all(|at| {
