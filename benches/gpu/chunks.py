@@ -25,11 +25,11 @@ import torch
 KERNELS = Path(__file__).resolve().parents[2] / "rust-core/src/device/kernels"
 CHUNK_BYTES = 128 << 10
 SLOT_BYTES = CHUNK_BYTES + 256
-SLOTS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 128, 16, 128
+SLOTS, MAX_BLOCKS, MAX_RANKS, MAX_TENSORS = 4, 128, 16, 120
 HEADER_BYTES = MAX_BLOCKS * (MAX_RANKS + 1) * 8 + 256
 
 PEERS = np.dtype([("arenas", "u8", MAX_RANKS), ("control", "u8"), ("half", "u8"), ("me", "u4"), ("fingerprint", "u4")])
-TENSOR = np.dtype([("input", "u8"), ("output", "u8"), ("elems", "u8")])
+TENSOR = np.dtype([("sent", "u8"), ("input", "u8"), ("output", "u8"), ("elems", "u8")])
 CHUNKS = np.dtype(
     [("peers", PEERS), ("slots", "u8"), ("rounds", "u4"), ("count", "u4"), ("tensors", TENSOR, MAX_TENSORS)]
 )
@@ -87,7 +87,7 @@ class Exchange:
                 self.streams.append(torch.cuda.Stream(device, priority=-1))
                 module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
                 check(cuda.cuModuleLoadData(ctypes.byref(module), image))
-                check(cuda.cuModuleGetFunction(ctypes.byref(kernel), module, b"all_reduce_chunks"))
+                check(cuda.cuModuleGetFunction(ctypes.byref(kernel), module, b"exchange_chunks"))
                 self.kernels.append(kernel)
         # Of a block, by the kernel's launch bounds.
         threads, max_threads_per_block = ctypes.c_int(), 0
@@ -104,7 +104,7 @@ class Exchange:
             chunks = -(-tensor.nbytes // CHUNK_BYTES)
             argument["rounds"] = -(-chunks // channels)
             argument["count"] = 1
-            argument["tensors"][0] = (tensor.data_ptr(), tensor.data_ptr(), tensor.numel())
+            argument["tensors"][0] = (*[tensor.data_ptr()] * 3, tensor.numel())
             arguments = (ctypes.c_void_p * 1)(argument.ctypes.data)
             stream = ctypes.c_void_p(self.streams[device].cuda_stream)
             with torch.cuda.device(device):

@@ -5,6 +5,7 @@ rank.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import statistics
@@ -86,7 +87,8 @@ def allocated() -> int:
 
 
 class Rounds:
-    """Runs variants in turns and prints a table.
+    """Runs variants in turns and prints a table, and for each pair of variants the ratio of their times in the same round
+    (median, first and third quartile).
 
     Args:
         rounds: Number of turns of each variant.
@@ -158,6 +160,14 @@ class Rounds:
                     f"{max(slowest) * 1e3:8.2f} {host * 1e3:8.2f}  {memory:11}  {loss:.4f}",
                     flush=True,
                 )
+            # Rounds of a pair are neighbours in time, so their ratio varies less than either time.
+            for name, other in itertools.combinations(names, 2):
+                ratios = [
+                    max(each[0][name][at] for each in every) / max(each[0][other][at] for each in every)
+                    for at in range(self.rounds)
+                ]
+                low, middle, high = statistics.quantiles(ratios, n=4) if self.rounds > 1 else ratios * 3
+                print(f"time of {name} / {other}: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
         gc.unfreeze()
 
     def _profile(self, steps: Mapping[str, Step]) -> None:

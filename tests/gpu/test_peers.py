@@ -287,7 +287,104 @@ def kernels_body():
 
 def test_large_all_reduces_between_two_run_in_chunks():
     for found in run_ranks(kernels_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=60):
-        assert all("all_reduce_chunks" in kernels for kernels in found.values()), found
+        assert all("exchange_chunks" in kernels for kernels in found.values()), found
+
+
+def large_blocks_body():
+    """Reduce-scatters and all-gathers above the size that small kernels run."""
+    torch, _, rank, size = _start()
+    import torch.distributed as c10d
+
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 - registers the backend
+
+    c10d.init_process_group("smddp", rank=rank, world_size=size)
+    failed = []
+
+    def compare(found, expected, what):
+        if text := _differ(torch, found, expected):
+            failed.append(f"{what}: {text}")
+
+    # Few rounds and many, whole chunks and not; addresses of outputs are not always multiples of 16 bytes.
+    lengths = (2_200_003, 4_194_304)
+    for name, op in (("float32", "sum"), ("bfloat16", "average"), ("float16", "max")):
+        dtype = getattr(torch, name)
+        for turn, elems in enumerate(lengths):
+            elems = elems * 4 // dtype.itemsize
+            values = _values(torch, dtype, size * elems, 10 * turn + rank)
+            if name == "float32" and turn == 1:
+                values = values.bfloat16().float()
+            expected, x = torch.empty(elems, dtype=dtype), values.cuda()
+            whole = torch.zeros(elems + turn + 3, dtype=dtype, device="cuda")
+            found = whole[turn : turn + elems]
+            reduction = {"sum": c10d.ReduceOp.SUM, "average": c10d.ReduceOp.AVG, "max": c10d.ReduceOp.MAX}[op]
+            c10d.reduce_scatter_tensor(expected, values, reduction)
+            for repeat in range(2):
+                found.zero_()
+                c10d.reduce_scatter_tensor(found, x, reduction)
+                compare(found, expected, f"reduce_scatter {name} {op} {elems}, repeat {repeat}")
+            if whole[:turn].any() or whole[turn + elems :].any():
+                failed.append(f"reduce_scatter {name} {op} {elems}: wrote outside of the tensor")
+            own = x[rank * elems : (rank + 1) * elems]
+            c10d.reduce_scatter_tensor(own, x, reduction)
+            compare(own, expected, f"reduce_scatter in place {name} {op} {elems}")
+    for name in ("float32", "bfloat16", "uint8", "int64", "complex128"):
+        dtype = getattr(torch, name)
+        for turn, elems in enumerate(lengths):
+            elems = elems * 4 // dtype.itemsize + turn
+            both = [_values(torch, dtype, elems, 10 * turn + member) for member in range(size)]
+            mine = both[rank]
+            whole = torch.zeros(size * elems + 2, dtype=dtype, device="cuda")
+            inner = whole[1:-1]
+            c10d.all_gather_into_tensor(inner, mine.cuda())
+            compare(inner, torch.cat(both), f"all_gather {name} {elems}")
+            own = inner[rank * elems : (rank + 1) * elems]
+            inner.zero_()
+            own.copy_(mine)
+            c10d.all_gather_into_tensor(inner, own)
+            compare(inner, torch.cat(both), f"all_gather in place {name} {elems}")
+            if whole[0].item() or whole[-1].item():
+                failed.append(f"all_gather {name} {elems}: wrote outside of the tensor")
+    # Several at once, more than one launch can take, some of them empty.
+    lengths = [(turn * 7919) % 60_001 for turn in range(300)]
+    blocks = [[_values(torch, torch.float32, n, n + member) for n in lengths] for member in range(size)]
+    outputs = [torch.zeros(size * n, device="cuda") for n in lengths]
+    parts = [torch.zeros(n, device="cuda") for n in lengths]
+    with c10d._coalescing_manager(device=torch.device("cuda"), async_ops=False):
+        for output, block in zip(outputs, blocks[rank], strict=True):
+            c10d.all_gather_into_tensor(output, block.cuda())
+    with c10d._coalescing_manager(device=torch.device("cuda"), async_ops=False):
+        for output, part in zip(outputs, parts, strict=True):
+            c10d.reduce_scatter_tensor(part, output)
+    for at, n in enumerate(lengths):
+        if n:
+            compare(outputs[at], torch.cat([member[at] for member in blocks]), f"all_gather {n} of {len(lengths)}")
+            compare(parts[at], size * blocks[rank][at], f"reduce_scatter {n} of {len(lengths)}")
+    # In a CUDA graph, with another call of the group before and after.
+    x, part = torch.empty(8_000_000, device="cuda"), torch.empty(4_000_000, device="cuda")
+    small = torch.ones(5, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        c10d.reduce_scatter_tensor(part, x)
+        c10d.all_gather_into_tensor(x, part)
+    for turn in range(3):
+        values = [_values(torch, torch.float32, x.numel(), 10 * turn + member) for member in range(size)]
+        x.copy_(values[rank])
+        c10d.all_reduce(small)
+        graph.replay()
+        compare(x, functools.reduce(torch.add, values), f"replay {turn}")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        c10d.reduce_scatter_tensor(part, x)
+        c10d.all_gather_into_tensor(x, part)
+        torch.cuda.synchronize()
+    if sum(event.count for event in profile.key_averages() if event.key == "exchange_chunks") != 2:
+        failed.append(f"ran {[event.key for event in profile.key_averages()]}")
+    c10d.destroy_process_group()
+    return failed
+
+
+def test_large_blocks_equal_those_of_cpus_bit_by_bit():
+    failed = run_ranks(large_blocks_body, 2, env={"SMD_TIMEOUT_SECONDS": "20"}, timeout=100)
+    assert failed == [[]] * 2, "\n".join(line for rank in failed for line in rank)
 
 
 def buckets_body():

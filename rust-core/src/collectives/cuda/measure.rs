@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::p2p::{KernelTuning, Peers};
+use super::queue;
 use super::tune::{DeviceAlgorithm, Sample};
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::{Overlap, Request};
@@ -21,13 +22,14 @@ const FILLING: u8 = 0x3f;
 /// How often a wait for the device checks whether members have departed.
 const DEPARTURE_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Measures those of `calls` that this group supports, on memory of its own. Collective.
+/// Measures those of `calls` that this group of `size` supports, on memory of its own. Collective.
 ///
 /// Errors
 /// [`crate::Error::Device`]; the errors of `wait`, after which the communicator and the peer memory cannot be used
 /// any more.
 pub(super) fn measure(
     calls: &[(usize, DeviceAlgorithm)],
+    (me, size): (usize, usize),
     comm: &Comm,
     peers: Option<&Peers>,
     wait: &Wait<'_>,
@@ -48,13 +50,13 @@ pub(super) fn measure(
         let tuning = match algorithm {
             DeviceAlgorithm::OneShot { channels } => tuning(usize::MAX, channels),
             DeviceAlgorithm::TwoShot { channels } => tuning(0, channels),
-            DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits => {
+            DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits | DeviceAlgorithm::ChunksOfBlocks => {
                 KernelTuning { chunks_bytes: bytes, ..KernelTuning::NEVER }
             }
-            DeviceAlgorithm::Nccl => KernelTuning::NEVER,
+            DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks => KernelTuning::NEVER,
         };
         let peers = match (algorithm, peers) {
-            (DeviceAlgorithm::Nccl, _) => None,
+            (DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks, _) => None,
             (_, Some(peers)) if peers.supports(bytes, &tuning) => {
                 peers.set_tuning(tuning);
                 Some(peers)
@@ -63,28 +65,42 @@ pub(super) fn measure(
         };
         // Float32 as in reducers' buckets; reducers do not send 16 bits in chunks.
         let (dtype, overlap) = match algorithm {
-            DeviceAlgorithm::ChunksOf16Bits => (DType::BFloat16, Overlap::Unknown),
+            DeviceAlgorithm::ChunksOf16Bits | DeviceAlgorithm::ChunksOfBlocks | DeviceAlgorithm::NcclOfBlocks => {
+                (DType::BFloat16, Overlap::Unknown)
+            }
             _ => (DType::Float32, Overlap::Computation),
         };
         let (ptr, device) = (buffer.ptr() as *mut u8, Device::Cuda(context.device()));
         // SAFETY: the memory belongs to this function and lives until the queued operations are complete or aborted.
         let view = unsafe { TensorView::new(ptr, bytes / dtype.size(), dtype, device, stream.raw()) }?;
-        let request = Request::AllReduce { input: view, output: view, op: ReduceOp::Sum };
+        let requests = match algorithm {
+            DeviceAlgorithm::ChunksOfBlocks | DeviceAlgorithm::NcclOfBlocks => {
+                let elems = view.elems() / size;
+                let blocks: Vec<_> = (0..size).map(|block| view.slice(block * elems, elems)).collect();
+                let own = blocks[me];
+                vec![
+                    Request::ReduceScatter { inputs: blocks.clone(), output: own, op: ReduceOp::Sum },
+                    Request::AllGather { input: own, outputs: blocks },
+                ]
+            }
+            _ => vec![Request::AllReduce { input: view, output: view, op: ReduceOp::Sum }],
+        };
         // Numbers with non-zero low halves, for the chunked kernels. There are too few calls for the sums to
         // overflow.
         // SAFETY: as above.
         unsafe { memory::fill(buffer.ptr(), FILLING, bytes, &stream) }?;
+        let in_chunks = tuning.chunks_bytes <= bytes;
         let one = || -> Result<()> {
-            match peers {
-                Some(peers) if matches!(algorithm, DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits) => {
-                    // SAFETY: as below.
-                    unsafe { peers.queue_chunks(std::slice::from_ref(&request), overlap, &stream) }.map(drop)
-                }
+            requests.iter().try_for_each(|request| match peers {
+                // SAFETY: as below.
+                Some(peers) if in_chunks => unsafe {
+                    peers.queue_chunks(std::slice::from_ref(request), overlap, &stream).map(drop)
+                },
                 // SAFETY: the views are of this device and live long enough, as above.
-                Some(peers) => unsafe { peers.queue(&request, &stream) }.map(drop),
+                Some(peers) => unsafe { peers.queue(request, &stream) }.map(drop),
                 // SAFETY: as above.
-                None => unsafe { comm.all_reduce(&view, &view, ReduceOp::Sum, &stream) },
-            }
+                None => unsafe { queue::queue(comm, request, me, size, &stream) },
+            })
         };
         let count = (ROUND_BYTES / bytes).clamp(*CALLS.start(), *CALLS.end());
         let mut least = f32::INFINITY;

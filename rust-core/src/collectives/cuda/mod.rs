@@ -395,7 +395,7 @@ impl Cuda {
         let store = GroupStore { owner: self, number, wait };
         let peers = Peers::join(context, me, size, config::P2P_MAX_BYTES.most_bytes()?, &store)?;
         let choice = tune::agree(me, size, &context.properties().name, &store, |calls| {
-            measure::measure(calls, comm, peers.as_ref(), wait, &|| self.others())
+            measure::measure(calls, (me, size), comm, peers.as_ref(), wait, &|| self.others())
         })?;
         if let (Some(peers), Some(tuning)) = (&peers, choice.and_then(|choice| choice.peers)) {
             peers.set_tuning(tuning);

@@ -36,6 +36,9 @@ pub(super) enum DeviceAlgorithm {
     /// The same, of bfloat16 instead of float32.
     ChunksOf16Bits,
     Nccl,
+    /// The same two for a reduce-scatter and an all-gather in bfloat16.
+    ChunksOfBlocks,
+    NcclOfBlocks,
 }
 
 /// The measured time of a call.
@@ -144,7 +147,13 @@ fn calls() -> Vec<(usize, DeviceAlgorithm)> {
         }
         calls.push((bytes, DeviceAlgorithm::Nccl));
     }
-    let ways = [DeviceAlgorithm::Chunks, DeviceAlgorithm::ChunksOf16Bits, DeviceAlgorithm::Nccl];
+    let ways = [
+        DeviceAlgorithm::Chunks,
+        DeviceAlgorithm::ChunksOf16Bits,
+        DeviceAlgorithm::Nccl,
+        DeviceAlgorithm::ChunksOfBlocks,
+        DeviceAlgorithm::NcclOfBlocks,
+    ];
     calls.extend(large().flat_map(|bytes| ways.map(|algorithm| (bytes, algorithm))));
     calls
 }
@@ -195,8 +204,8 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
         let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, DeviceAlgorithm::Nccl)?));
         // For sizes above those, one algorithm serves all numbers of a type: the one with the smaller mean logarithm.
         // NCCL's time depends on the bytes alone.
-        let least_in_chunks = |algorithm| {
-            let ratio = |bytes: usize| Some((time(bytes, algorithm)? / time(bytes, DeviceAlgorithm::Nccl)?).ln());
+        let least_in_chunks = |algorithm, nccl| {
+            let ratio = |bytes: usize| Some((time(bytes, algorithm)? / time(bytes, nccl)?).ln());
             let in_chunks = large().map(ratio).sum::<Option<f64>>().is_some_and(|logs| logs <= 0.0);
             if in_chunks { SIZES[SIZES.len() - 1] + 1 } else { usize::MAX }
         };
@@ -204,8 +213,9 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
             one_shot_bytes: one_shot,
             peer_bytes,
             channels,
-            chunks_bytes: least_in_chunks(DeviceAlgorithm::Chunks),
-            chunks_of_16_bits_bytes: least_in_chunks(DeviceAlgorithm::ChunksOf16Bits),
+            chunks_bytes: least_in_chunks(DeviceAlgorithm::Chunks, DeviceAlgorithm::Nccl),
+            chunks_of_16_bits_bytes: least_in_chunks(DeviceAlgorithm::ChunksOf16Bits, DeviceAlgorithm::Nccl),
+            chunks_of_blocks_bytes: least_in_chunks(DeviceAlgorithm::ChunksOfBlocks, DeviceAlgorithm::NcclOfBlocks),
         }
     });
     let chosen = |bytes: usize| match peers {
@@ -231,7 +241,7 @@ fn describe(kept: &StoredDecision) -> String {
     };
     let peers = match choice.peers {
         Some(tuning) => format!(
-            "one shot up to {}, between peers up to {}, {} channels, {}",
+            "one shot up to {}, between peers up to {}, {} channels, {}{}",
             size(tuning.one_shot_bytes),
             size(tuning.peer_bytes),
             tuning.channels,
@@ -240,7 +250,8 @@ fn describe(kept: &StoredDecision) -> String {
                 (_, usize::MAX) => "large ones of float32 in chunks",
                 (usize::MAX, _) => "large ones of 16 bits in chunks",
                 _ => "large ones in chunks",
-            }
+            },
+            if tuning.chunks_of_blocks_bytes < usize::MAX { ", large all-gathers in chunks" } else { "" }
         ),
         None => "no direct algorithm between peers".to_owned(),
     };
@@ -285,12 +296,17 @@ mod tests {
                 // More channels help large messages up to 64.
                 DeviceAlgorithm::OneShot { channels } => line(8.0, 2.0 * f64::from(channels.min(64)), bytes),
                 DeviceAlgorithm::TwoShot { channels } => line(12.0, 4.0 * f64::from(channels.min(64)), bytes),
-                DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits => line(20.0, 400.0, bytes),
-                DeviceAlgorithm::Nccl => line(36.0, 350.0, bytes),
+                DeviceAlgorithm::Chunks | DeviceAlgorithm::ChunksOf16Bits | DeviceAlgorithm::ChunksOfBlocks => {
+                    line(20.0, 400.0, bytes)
+                }
+                DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks => line(36.0, 350.0, bytes),
             };
             Sample { bytes, algorithm, micros }
         };
-        calls().into_iter().filter(|(_, algorithm)| peers || *algorithm == DeviceAlgorithm::Nccl).map(time).collect()
+        let is_possible = |algorithm: &DeviceAlgorithm| {
+            peers || matches!(algorithm, DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks)
+        };
+        calls().into_iter().filter(|(_, algorithm)| is_possible(algorithm)).map(time).collect()
     }
 
     #[test]
@@ -345,6 +361,15 @@ mod tests {
     }
 
     #[test]
+    fn all_gathers_may_stay_with_nccl() {
+        let mut samples = machine(true);
+        let nccl = samples.iter_mut().filter(|sample| sample.algorithm == DeviceAlgorithm::NcclOfBlocks);
+        nccl.for_each(|sample| sample.micros *= 0.5);
+        let peers = choose(&samples).unwrap().peers.unwrap();
+        assert_eq!((peers.chunks_bytes, peers.chunks_of_blocks_bytes), ((8 << 20) + 1, usize::MAX));
+    }
+
+    #[test]
     fn one_shot_is_chosen_only_for_sizes_that_fit() {
         let mut samples = machine(true);
         samples
@@ -389,7 +414,7 @@ mod tests {
         let line = |members, choice| describe(&StoredDecision { device: "NVIDIA H200".into(), members, choice });
         assert_eq!(
             line(4, choose(&machine(true)).unwrap()),
-            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, buckets of 64 MiB"
+            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, large all-gathers in chunks, buckets of 64 MiB"
         );
         assert_eq!(
             line(16, choose(&machine(false)).unwrap()),

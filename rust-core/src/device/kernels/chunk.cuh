@@ -1,4 +1,4 @@
-// Shared by the chunked kernels: tensors of TYPE, which has 16 or 32 bits, are divided into chunks of CHUNK_ELEMS.
+// Shared by the chunked kernels: tensors of TYPE are divided into chunks of CHUNK_ELEMS.
 // Numbers of 32 bits are divided into a high and a low half. The low halves of a unit are not sent if all of them are
 // zero, as in numbers that were converted from bfloat16: gradients of parameters that autocast casts. This halves the
 // bytes on the link without losing a bit. A mark for each unit says whether its low halves were sent.
@@ -8,7 +8,7 @@
 #include "vectors.cuh"
 
 // Mirrored by collectives/cuda/p2p/chunks.rs, as are the structures.
-#define MAX_TENSORS 128
+#define MAX_TENSORS 120
 #define SLOTS 4
 
 // A warp moves *units* of a chunk, of which each of its threads has two vectors.
@@ -16,9 +16,10 @@ constexpr int WARP = 32, UNIT_VECTORS = 2 * WARP;
 constexpr bool HAS_HALVES = sizeof(TYPE) == 4;
 
 struct Tensor {
-  const TYPE *input;
+  const TYPE *sent;  // What the other members get; equal to `input` in an all-reduce.
+  const TYPE *input; // Reduced with what they send; unused in an all-gather.
   TYPE *output;
-  u64 elems;
+  u64 elems; // Of each of these.
 };
 
 struct Chunks {

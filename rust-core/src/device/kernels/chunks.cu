@@ -1,10 +1,11 @@
-// All-reduce of many or large tensors of TYPE, which has 16 or 32 bits, between two members, in chunks. OP is an
-// operation of number.cuh. The warps of a block have different roles and work on different chunks at the same time:
+// Exchange of many or large tensors of TYPE between two members, in chunks: all-reduce, reduce-scatter and all-gather.
+// OP is an operation of number.cuh, or Receive for an all-gather. The warps of a block have different roles and work on
+// different chunks at the same time:
 //
-// - SENDERS warps write this member's part of a chunk into a slot at the peer. For them, one warp waits until the peer
-//   has released the slot, and another one signals to the peer that all of them have written.
-// - FOLDERS warps reduce a chunk. For them, one warp waits until the peer has signalled the chunk, and another one
-//   releases the slot when all of them have reduced.
+// - SENDERS warps write a chunk of what this member sends into a slot at the peer. For them, one warp waits until the
+//   peer has released the slot, and another one signals to the peer that all of them have written.
+// - FOLDERS warps reduce this member's own chunk with the one that the peer sent. For them, one warp waits until the
+//   peer has signalled the chunk, and another one releases the slot when all of them have reduced.
 //
 // In round r of a launch, block b has chunk r * blocks + b of all tensors.
 //
@@ -14,8 +15,8 @@
 //   into one only after the peer has released the chunk that was there, which may be one of an earlier launch.
 // - CHK-3: a member signals its second round only after the fingerprints of the first one agreed. All rounds have the
 //   launch's fingerprint; a flag that has advanced to a later round is not compared (PEER-2).
-// - CHK-4: input and output may be the same memory. Folders write the results of a chunk only after the senders have
-//   read it.
+// - CHK-4: what a member sends and its output may be the same memory. Folders write the results of a chunk only after
+//   the senders have read it.
 // - CHK-5: a block that gives up (PEER-5) goes on through the rounds, because its warps wait for each other, but it
 //   sends, reduces, signals and releases nothing more. Its warps no longer wait for the peer, so one can be many rounds
 //   ahead, and counts of Progress too high. Whoever passes a wait because of that also sees that the block has given
@@ -87,38 +88,45 @@ struct Progress {
   }
 };
 
+// The operation of an all-gather: the result is the peer's number.
+struct Receive {
+  template <typename T> static __device__ T of(T, T theirs) { return theirs; }
+  template <typename T> static __device__ T finish(T value, int) { return value; }
+};
+constexpr bool REDUCES = !IS_SAME<OP, Receive>;
+
 // Whether two numbers of 16 bits are reduced at once. Their results have the bits of Element and OP, also where these
 // round twice, to float32 and to TYPE: float32 has more than twice TYPE's bits of precision (Figueroa, "When is double
 // rounding innocuous?", 1995). Instructions that compute a NaN all return the same one. Min and Max return one of their
 // numbers instead, so a NaN keeps its bits there.
 constexpr bool IS_PACKED = Packed<TYPE>::EXISTS && (IS_SAME<OP, Sum> || IS_SAME<OP, Average>);
 
-// COL-1: member 0's number comes first.
-static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &theirs, bool mine_first) {
+// COL-1: member 0's number comes first. A template, so that types without Packed need no conversion to float32.
+template <typename T> static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &theirs, bool mine_first) {
   Lanes first, second, result;
   first.vector = mine_first ? own : theirs;
   second.vector = mine_first ? theirs : own;
   const auto reduced = [&](int lane) {
-    const auto number = OP::of(Element<TYPE>::widen(first.values[lane]), Element<TYPE>::widen(second.values[lane]));
+    const auto number = OP::of(Element<T>::widen(first.values[lane]), Element<T>::widen(second.values[lane]));
     return OP::finish(number, RANKS);
   };
   if constexpr (IS_PACKED) {
 #pragma unroll
     for (int word = 0; word < WORDS; ++word)
-      result.words[word] = IS_SAME<OP, Sum> ? Packed<TYPE>::sum(first.words[word], second.words[word])
-                                            : Packed<TYPE>::narrow(reduced(2 * word), reduced(2 * word + 1));
+      result.words[word] = IS_SAME<OP, Sum> ? Packed<T>::sum(first.words[word], second.words[word])
+                                            : Packed<T>::narrow(reduced(2 * word), reduced(2 * word + 1));
   } else {
 #pragma unroll
-    for (int lane = 0; lane < LANES; ++lane) result.values[lane] = Element<TYPE>::narrow(reduced(lane));
+    for (int lane = 0; lane < LANES; ++lane) result.values[lane] = Element<T>::narrow(reduced(lane));
   }
   return result.vector;
 }
 
-// Writes a sender's units of a chunk to the peer's slot. Returns their marks.
+// Writes a sender's units of a chunk into the peer's slot. Returns their marks.
 static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slot *to, u32 sender) {
   constexpr int COUNT = UNITS / SENDERS;
   const u32 lane = threadIdx.x % WARP;
-  const bool vectors_are_whole = aligned(tensor.input);
+  const bool vectors_are_whole = aligned(tensor.sent);
   u32 marks = 0;
 #pragma unroll 1
   for (int first = 0; first < COUNT; first += SEND_UNROLL) {
@@ -128,7 +136,7 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u64 at = start + (sender * COUNT + first + step) * UNIT_VECTORS + half * WARP + lane;
-        vectors[step][half] = load(tensor.input, at, tensor.elems, vectors_are_whole);
+        vectors[step][half] = load(tensor.sent, at, tensor.elems, vectors_are_whole);
       }
 #pragma unroll
     for (int step = 0; step < SEND_UNROLL; ++step) {
@@ -149,7 +157,7 @@ static __device__ __forceinline__ u32 write(const Tensor &tensor, u64 start, Slo
   return marks;
 }
 
-// Reduces a folder's units of a chunk with the values that the peer wrote.
+// Reduces a folder's units of a chunk with those that the peer wrote.
 static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, const Slot *received, u32 folder,
                                             bool mine_first) {
   constexpr int COUNT = UNITS / FOLDERS;
@@ -166,7 +174,7 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
       lows[step] = make_uint4(0, 0, 0, 0);
       if (marks >> (first + step) & 1) lows[step] = received->lows[unit][lane];
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int half = 0; half < 2 && REDUCES; ++half)
         own[step][half] =
             load(tensor.input, start + unit * UNIT_VECTORS + half * WARP + lane, tensor.elems, whole_input);
     }
@@ -176,8 +184,10 @@ static __device__ __forceinline__ void fold(const Tensor &tensor, u64 start, con
       const Vector &high = highs[step], &low = lows[step];
       const Vector theirs_0 = HAS_HALVES ? whole(high.x, high.y, low.x, low.y) : high;
       const Vector theirs_1 = HAS_HALVES ? whole(high.z, high.w, low.z, low.w) : low;
-      store(tensor.output, at, tensor.elems, whole_output, fold(own[step][0], theirs_0, mine_first));
-      store(tensor.output, at + WARP, tensor.elems, whole_output, fold(own[step][1], theirs_1, mine_first));
+      const Vector result_0 = REDUCES ? fold<TYPE>(own[step][0], theirs_0, mine_first) : theirs_0;
+      const Vector result_1 = REDUCES ? fold<TYPE>(own[step][1], theirs_1, mine_first) : theirs_1;
+      store(tensor.output, at, tensor.elems, whole_output, result_0);
+      store(tensor.output, at + WARP, tensor.elems, whole_output, result_1);
     }
   }
 }
@@ -261,7 +271,7 @@ struct Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) all_reduce_chunks(const __grid_constant__ Chunks all) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) exchange_chunks(const __grid_constant__ Chunks all) {
   __shared__ Block block;
   for (u32 word = threadIdx.x; word < sizeof(block) / 4; word += BLOCK_THREADS) ((volatile u32 *)&block)[word] = 0;
   const Call call(all.peers);

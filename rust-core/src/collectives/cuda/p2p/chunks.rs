@@ -1,14 +1,14 @@
-//! Kernels for large all-reduces of floating-point numbers, or several of them: one launch processes all chunks in turn.
-//! Between two members, each reduces every chunk (`device/kernels/chunks.cu`); between more, each reduces a part of every
-//! chunk (`parts.cu`), of float32 only.
+//! Kernels for large collectives, or several of them: one launch processes all chunks in turn. Between two members,
+//! `device/kernels/chunks.cu` reduces floating-point numbers (all-reduce, reduce-scatter) and gathers numbers of any
+//! type. Between more members, `parts.cu` reduces float32: each member reduces a part of every chunk.
 
 use std::ops::RangeInclusive;
 
 use super::kernel_launch::CHUNKS_ABOVE;
-use super::{ALL, CallState, HEADER_BYTES, Peers, PeersArgument, op_name, type_name};
-use crate::buffer::{DType, ReduceOp};
+use super::{CallState, HEADER_BYTES, Peers, PeersArgument, bits_of, is_even, op_name, type_name};
+use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::collectives::{Overlap, Request};
-use crate::device::{Context, Grid, Kernel, KernelSource, Stream};
+use crate::device::{Context, Grid, Kernel, KernelSource, Stream, memory};
 use crate::error::{Error, Result};
 
 /// The kernels for one group size.
@@ -17,8 +17,10 @@ struct ChunkLayout {
     entry: &'static str,
     /// Of a block.
     threads: u32,
-    /// The types of the elements.
+    /// The types of numbers that are reduced.
     dtypes: &'static [DType],
+    /// Whether it also runs reduce-scatters and all-gathers.
+    has_blocks: bool,
     chunk_bytes: usize,
     slot_bytes: usize,
     /// Calls, as PEER-4 counts them, that a launch makes in addition to its rounds.
@@ -30,7 +32,7 @@ static HALVES: KernelSource =
 static PARTS: KernelSource = KernelSource { name: "parts.cu", text: include_str!("../../../device/kernels/parts.cu") };
 
 /// Mirrored by chunk.cuh, like the next two constants, the structures, and the sizes of the layouts.
-const MAX_TENSORS: usize = 128;
+const MAX_TENSORS: usize = 120;
 const SLOTS: usize = 4;
 /// Each thread of a warp has two vectors of a unit.
 const UNIT_BYTES: usize = 1024;
@@ -50,9 +52,10 @@ impl ChunkLayout {
             let slot_bytes = 128 * UNIT_BYTES + 256;
             return Some(Self {
                 source: &HALVES,
-                entry: "all_reduce_chunks",
+                entry: "exchange_chunks",
                 threads: (SENDERS + FOLDERS + 4) * 32,
                 dtypes: &[DType::Float32, DType::Float16, DType::BFloat16],
+                has_blocks: true,
                 chunk_bytes: 128 * UNIT_BYTES,
                 slot_bytes,
                 more_calls: 0,
@@ -65,22 +68,32 @@ impl ChunkLayout {
             entry: "all_reduce_parts",
             threads: 512,
             dtypes: &[DType::Float32],
+            has_blocks: false,
             chunk_bytes: size * part_units * UNIT_BYTES,
             slot_bytes: (size - 1) * (sent + results),
             more_calls: 1,
         })
     }
 
-    fn kernel(&self, context: &'static Context, dtype: DType, op: ReduceOp, size: usize) -> Result<&'static Kernel> {
+    fn kernel(&self, context: &'static Context, operation: ChunkOperation, size: usize) -> Result<&'static Kernel> {
         let ranks = size.to_string();
-        let defines = [("TYPE", type_name(dtype)), ("OP", op_name(op)), ("RANKS", ranks.as_str())];
+        let op = operation.op.map_or("Receive", op_name);
+        let defines = [("TYPE", type_name(operation.dtype)), ("OP", op), ("RANKS", ranks.as_str())];
         Kernel::get(context, self.source, self.entry, &defines)
     }
 
-    /// The common type and reduction of `requests`, if all of them are all-reduces of a type that the kernels have.
-    fn operation(&self, requests: &[Request]) -> Option<(DType, ReduceOp)> {
+    /// The common operation of `requests`, if the kernels run all of them; equal on all members.
+    fn operation(&self, requests: &[Request]) -> Option<ChunkOperation> {
+        let reduces = |view: &TensorView, op: &ReduceOp| {
+            let operation = ChunkOperation { dtype: view.dtype(), op: Some(*op) };
+            self.dtypes.contains(&view.dtype()).then_some(operation)
+        };
         let mut operations = requests.iter().map(|request| match request {
-            Request::AllReduce { input, op, .. } if self.dtypes.contains(&input.dtype()) => Some((input.dtype(), *op)),
+            Request::AllReduce { input, op, .. } => reduces(input, op),
+            Request::ReduceScatter { inputs, output, op } if self.has_blocks && is_even(inputs) => reduces(output, op),
+            Request::AllGather { input, outputs } if self.has_blocks && is_even(outputs) => {
+                Some(ChunkOperation { dtype: bits_of(input.dtype()), op: None })
+            }
             _ => None,
         });
         let first = operations.next()??;
@@ -88,16 +101,35 @@ impl ChunkLayout {
     }
 }
 
+/// What a launch does with its tensors.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct ChunkOperation {
+    dtype: DType,
+    /// How numbers are reduced; none in an all-gather.
+    op: Option<ReduceOp>,
+}
+
+impl ChunkOperation {
+    /// The key of its kernel among those of one layout.
+    fn key(&self, layout: &ChunkLayout) -> (&'static str, DType, ReduceOp) {
+        match self.op {
+            Some(op) => (layout.entry, self.dtype, op),
+            None => ("gather_chunks", self.dtype, ReduceOp::Sum),
+        }
+    }
+}
+
 /// Largest number of blocks of a launch; there are slots for that many.
 const CHANNELS: usize = 64;
 
-/// Largest number of blocks of a launch with this overlap. With half of the blocks, the all-reduce alone takes longer
-/// (float32 between two members 0 to 13 %, between more up to 50 %), but a computation that runs beside it gets more
-/// multiprocessors. A caller that does not say so mostly waits for the result.
-fn channels(overlap: Overlap) -> usize {
+/// Largest number of blocks of a launch. With half of the blocks, the exchange alone takes longer (float32 between two
+/// members 0 to 13 %, between more up to 50 %), but a computation that runs beside it gets more multiprocessors. A caller
+/// of an all-reduce that does not say so mostly waits for the result; those of sharded training compute meanwhile.
+fn channels(overlap: Overlap, only_all_reduces: bool) -> usize {
     match overlap {
-        Overlap::Computation => CHANNELS / 2,
-        Overlap::Nothing | Overlap::Unknown => CHANNELS,
+        Overlap::Nothing => CHANNELS,
+        Overlap::Unknown if only_all_reduces => CHANNELS,
+        Overlap::Unknown | Overlap::Computation => CHANNELS / 2,
     }
 }
 
@@ -105,9 +137,26 @@ fn channels(overlap: Overlap) -> usize {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ChunkTensor {
+    sent: u64,
     input: u64,
     output: u64,
     elems: u64,
+}
+
+impl ChunkTensor {
+    const NONE: Self = Self { sent: 0, input: 0, output: 0, elems: 0 };
+
+    /// The tensor of a request of member `me`; of an all-gather or reduce-scatter the part that crosses the link.
+    fn of(request: &Request, me: usize) -> Self {
+        let (sent, input, output) = match request {
+            Request::AllReduce { input, output, .. } => (input, input, output),
+            Request::ReduceScatter { inputs, output, .. } => (&inputs[1 - me], &inputs[me], output),
+            Request::AllGather { input, outputs } => (input, input, &outputs[1 - me]),
+            _ => return Self::NONE,
+        };
+        let address = |view: &TensorView| view.ptr() as u64;
+        Self { sent: address(sent), input: address(input), output: address(output), elems: sent.elems() as u64 }
+    }
 }
 
 /// The struct `Chunks` of chunk.cuh.
@@ -134,14 +183,14 @@ pub(super) fn kernel(
     op: ReduceOp,
     size: usize,
 ) -> Result<Option<(&'static str, &'static Kernel)>> {
-    ChunkLayout::of(size)
-        .map(|layout| Ok((layout.entry, layout.kernel(context, DType::Float32, op, size)?)))
-        .transpose()
+    let operation = ChunkOperation { dtype: DType::Float32, op: Some(op) };
+    ChunkLayout::of(size).map(|layout| Ok((layout.entry, layout.kernel(context, operation, size)?))).transpose()
 }
 
-/// The number of blocks of a launch for `chunks` chunks, and the number of rounds in which they process them.
-fn blocks(chunks: usize, overlap: Overlap) -> (u32, u32) {
-    let blocks = chunks.clamp(1, channels(overlap));
+/// The number of blocks, of at most `channels`, of a launch for `chunks` chunks, and the number of rounds in which they
+/// process them.
+fn blocks(chunks: usize, channels: usize) -> (u32, u32) {
+    let blocks = chunks.clamp(1, channels);
     (blocks as u32, chunks.div_ceil(blocks) as u32)
 }
 
@@ -150,19 +199,26 @@ impl Peers {
     pub fn accepts_chunks(&self, requests: &[Request], overlap: Overlap) -> bool {
         let bytes = |request: &Request| match request {
             Request::AllReduce { input, .. } => input.bytes(),
+            Request::ReduceScatter { inputs: blocks, .. } | Request::AllGather { outputs: blocks, .. } => {
+                blocks.iter().map(TensorView::bytes).sum()
+            }
             _ => 0,
         };
         ChunkLayout::of(self.size)
-            .and_then(|layout| layout.operation(requests))
-            .is_some_and(|(dtype, _)| requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(dtype, overlap))
+            .filter(|layout| layout.operation(requests).is_some())
+            .is_some_and(|_| requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(requests, overlap))
     }
 
     /// Smallest operation, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
     /// for numbers with full float32 precision. There, the chunked kernels run only the buckets of reducers, whose
     /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too. Numbers of
     /// 16 bits cannot be halved, and with the fewer blocks of a reducer's launch, NCCL is as fast.
-    fn least_in_chunks(&self, dtype: DType, overlap: Overlap) -> usize {
+    fn least_in_chunks(&self, requests: &[Request], overlap: Overlap) -> usize {
         let tuning = self.tuning();
+        let dtype = match requests.first() {
+            Some(Request::AllReduce { input, .. }) => input.dtype(),
+            _ => return tuning.chunks_of_blocks_bytes,
+        };
         match overlap {
             Overlap::Unknown if dtype != DType::Float32 => tuning.chunks_of_16_bits_bytes,
             Overlap::Computation | Overlap::Nothing if dtype != DType::Float32 => usize::MAX,
@@ -184,14 +240,26 @@ impl Peers {
     pub unsafe fn queue_chunks(&self, requests: &[Request], overlap: Overlap, stream: &Stream) -> Result<u32> {
         let layout = ChunkLayout::of(self.size);
         let operation = layout.and_then(|layout| Some((layout.operation(requests)?, layout)));
-        let ((dtype, op), layout) = operation.ok_or_else(|| {
-            Error::Internal("an operation was passed to the chunked all-reduce that it does not support".into())
+        let (operation, layout) = operation.ok_or_else(|| {
+            Error::Internal("an operation was passed to the chunked kernels that they do not support".into())
         })?;
         let mut state = self.state.lock();
-        let tensors: Vec<ChunkTensor> = requests.iter().filter_map(tensor).collect();
+        for request in requests {
+            if let Request::AllGather { input, outputs } = request
+                && input.ptr() != outputs[self.me].ptr()
+            {
+                // SAFETY: the caller's promise; a member's own block is not in the memory of its other blocks.
+                unsafe { memory::copy(outputs[self.me].ptr() as u64, input.ptr() as u64, input.bytes(), stream)? };
+            }
+        }
+        let tensors: Vec<(u64, ChunkTensor)> = requests
+            .iter()
+            .map(|request| (kind(request), ChunkTensor::of(request, self.me)))
+            .filter(|(_, tensor)| tensor.elems > 0)
+            .collect();
         for tensors in tensors.chunks(MAX_TENSORS) {
             // SAFETY: the caller's promise.
-            unsafe { self.launch_chunks(&mut state, &layout, tensors, (dtype, op), overlap, stream)? };
+            unsafe { self.launch_chunks(&mut state, &layout, tensors, operation, overlap, stream)? };
         }
         Ok(state.calls)
     }
@@ -202,25 +270,28 @@ impl Peers {
         &self,
         state: &mut CallState,
         layout: &ChunkLayout,
-        tensors: &[ChunkTensor],
-        (dtype, op): (DType, ReduceOp),
+        tensors: &[(u64, ChunkTensor)],
+        operation: ChunkOperation,
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
+        let ChunkOperation { dtype, op } = operation;
         let chunk_elems = layout.chunk_bytes / dtype.size();
-        let chunks = tensors.iter().map(|tensor| (tensor.elems as usize).div_ceil(chunk_elems)).sum();
-        let (blocks, rounds) = blocks(chunks, overlap);
-        let lengths = tensors.iter().map(|tensor| tensor.elems);
-        let call: Vec<u64> = [3, dtype as u64, op as u64, ALL, u64::from(blocks)].into_iter().chain(lengths).collect();
+        let chunks = tensors.iter().map(|(_, tensor)| (tensor.elems as usize).div_ceil(chunk_elems)).sum();
+        let only_all_reduces = tensors.iter().all(|(kind, _)| *kind == ALL_REDUCE);
+        let (blocks, rounds) = blocks(chunks, channels(overlap, only_all_reduces));
+        let all = [4, dtype as u64, op.map_or(0, |op| 1 + op as u64), u64::from(blocks)];
+        let each = tensors.iter().flat_map(|(kind, tensor)| [*kind, tensor.elems]);
         let mut argument = ChunksArgument {
-            peers: self.argument(&call),
+            peers: self.argument(&all.into_iter().chain(each).collect::<Vec<_>>()),
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
             rounds,
             count: tensors.len() as u32,
-            tensors: [ChunkTensor { input: 0, output: 0, elems: 0 }; MAX_TENSORS],
+            tensors: [ChunkTensor::NONE; MAX_TENSORS],
         };
-        argument.tensors[..tensors.len()].copy_from_slice(tensors);
-        let kernel = state.kernel(layout.entry, dtype, op, || layout.kernel(self.context, dtype, op, self.size))?;
+        argument.tensors.iter_mut().zip(tensors).for_each(|(place, (_, tensor))| *place = *tensor);
+        let (entry, dtype, op) = operation.key(layout);
+        let kernel = state.kernel(entry, dtype, op, || layout.kernel(self.context, operation, self.size))?;
         let grid = Grid { blocks, threads: layout.threads };
         // SAFETY: the argument matches the kernel's declaration; the arenas live (PEER-8) and have slots, the rest is
         // the caller's promise.
@@ -228,15 +299,16 @@ impl Peers {
     }
 }
 
-/// The tensor of a request, if it has elements.
-fn tensor(request: &Request) -> Option<ChunkTensor> {
+/// A number for each kind of request, which members compare: the kernels themselves do not tell them apart.
+fn kind(request: &Request) -> u64 {
     match request {
-        Request::AllReduce { input, output, .. } if input.elems() > 0 => {
-            Some(ChunkTensor { input: input.ptr() as u64, output: output.ptr() as u64, elems: input.elems() as u64 })
-        }
-        _ => None,
+        Request::AllReduce { .. } => ALL_REDUCE,
+        Request::ReduceScatter { .. } => 1,
+        _ => 2,
     }
 }
+
+const ALL_REDUCE: u64 = 0;
 
 #[cfg(test)]
 mod tests {
@@ -258,6 +330,9 @@ mod tests {
             compile(&PARTS, DType::Float32, op, 4);
         }
         compile(&HALVES, DType::Float16, ReduceOp::Sum, 2);
+        for dtype in DType::ALL.map(bits_of) {
+            compile_for_test(&HALVES, &[("TYPE", type_name(dtype)), ("OP", "Receive"), ("RANKS", "2")]);
+        }
         for size in 3..=*MEMBERS.end() {
             compile(&PARTS, DType::Float32, ReduceOp::Sum, size);
         }
@@ -272,12 +347,12 @@ mod tests {
 
     #[test]
     fn rounds_have_room_for_every_chunk() {
-        for overlap in [Overlap::Computation, Overlap::Nothing, Overlap::Unknown] {
+        for channels in [CHANNELS / 2, CHANNELS] {
             for chunks in [1, 2, 31, 32, 33, 63, 64, 65, 800, 100_000] {
-                let (blocks, rounds) = blocks(chunks, overlap);
+                let (blocks, rounds) = blocks(chunks, channels);
                 let (blocks, rounds) = (blocks as usize, rounds as usize);
                 assert!(
-                    blocks <= CHANNELS && (chunks..chunks + blocks).contains(&(blocks * rounds)),
+                    blocks <= channels && (chunks..chunks + blocks).contains(&(blocks * rounds)),
                     "{chunks} chunks"
                 );
             }

@@ -1,7 +1,7 @@
 //! Small all-gathers and broadcasts between peers: each member writes its block to the others' staging memory.
 
 use super::kernel_launch::{KernelLaunch, block_bytes};
-use super::{CallState, MAX_RANKS, Peers, PeersArgument, addresses, is_even, type_name};
+use super::{CallState, MAX_RANKS, Peers, PeersArgument, addresses, bits_of, is_even, type_name};
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Request;
 use crate::device::{Kernel, KernelSource, Stream};
@@ -88,7 +88,7 @@ impl Peers {
             elems: elems as u64,
         };
         let KernelLaunch { entry, grid } = KernelLaunch::exchange(blocks.bytes(), &self.tuning());
-        let dtype = of_size(dtype);
+        let dtype = bits_of(dtype);
         let load = || {
             let ranks = self.size.to_string();
             Kernel::get(self.context, &SOURCE, entry, &[("TYPE", type_name(dtype)), ("RANKS", &ranks)])
@@ -98,17 +98,6 @@ impl Peers {
         // SAFETY: the argument is the kernel's, declared alike; the arenas live (PEER-8), the rest is the caller's
         // promise.
         unsafe { self.launch(state, kernel, grid, 1, &argument, stream) }
-    }
-}
-
-/// The type that stands for all types of this size.
-fn of_size(dtype: DType) -> DType {
-    match dtype.size() {
-        1 => DType::UInt8,
-        2 => DType::Int16,
-        4 => DType::Int32,
-        8 => DType::Int64,
-        _ => DType::Complex128,
     }
 }
 
@@ -126,8 +115,8 @@ mod tests {
     #[test]
     fn the_kernel_compiles_for_every_size_of_elements() {
         for dtype in DType::ALL {
-            assert_eq!(of_size(dtype).size(), dtype.size());
-            if compile_for_test(&SOURCE, &[("TYPE", type_name(of_size(dtype))), ("RANKS", "3")]).is_none() {
+            assert_eq!(bits_of(dtype).size(), dtype.size());
+            if compile_for_test(&SOURCE, &[("TYPE", type_name(bits_of(dtype))), ("RANKS", "3")]).is_none() {
                 return;
             }
         }

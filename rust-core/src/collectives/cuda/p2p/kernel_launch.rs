@@ -26,6 +26,9 @@ pub struct KernelTuning {
     /// The same for numbers of 16 bits, if the caller is no reducer.
     #[serde(default = "never")]
     pub chunks_of_16_bits_bytes: usize,
+    /// Smallest reduce-scatter or all-gather between two members, in bytes of all blocks, that the chunked kernels run.
+    #[serde(default = "never")]
+    pub chunks_of_blocks_bytes: usize,
 }
 
 fn never() -> usize {
@@ -40,6 +43,7 @@ impl KernelTuning {
         channels: 1,
         chunks_bytes: usize::MAX,
         chunks_of_16_bits_bytes: usize::MAX,
+        chunks_of_blocks_bytes: usize::MAX,
     };
 
     /// Default sizes for NVLink, for a group of `size`.
@@ -52,7 +56,14 @@ impl KernelTuning {
             _ => 256 << 10,
         };
         let chunks_bytes = if size == 2 { peer_bytes.max(CHUNKS_ABOVE).saturating_add(1) } else { usize::MAX };
-        Self { one_shot_bytes, peer_bytes, channels: 64, chunks_bytes, chunks_of_16_bits_bytes: chunks_bytes }
+        Self {
+            one_shot_bytes,
+            peer_bytes,
+            channels: 64,
+            chunks_bytes,
+            chunks_of_16_bits_bytes: chunks_bytes,
+            chunks_of_blocks_bytes: chunks_bytes,
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Collectives between the devices of one host without NCCL. Each call is one kernel, which writes to the peers' memory
 //! over NVLink or PCIe. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
 //! same bits as on the CPU, except for the payload of NaNs. It runs small reductions, all-gathers and broadcasts of any
-//! group, and large all-reduces between at most eight members ([`chunks`]).
+//! group, large all-reduces between at most eight members, and large reduce-scatters and all-gathers between two
+//! ([`chunks`]).
 //!
 //! Each member has an *arena* on its device, which its peers map: flags with which the kernels' blocks synchronise, and
 //! staging memory. `device/kernels/arena.cuh` describes its use by kernels, with the invariants PEER-1 to PEER-5. On
@@ -481,6 +482,17 @@ fn fingerprint(call: &[u64]) -> u32 {
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     let hash = (hash ^ (hash >> 32)) as u32;
     (hash ^ (hash >> FINGERPRINT_BITS)) & ((1 << FINGERPRINT_BITS) - 1)
+}
+
+/// The type that stands for all types of the same size where values are only moved.
+fn bits_of(dtype: DType) -> DType {
+    match dtype.size() {
+        1 => DType::UInt8,
+        2 => DType::Int16,
+        4 => DType::Int32,
+        8 => DType::Int64,
+        _ => DType::Complex128,
+    }
 }
 
 /// Names of element types in number.cuh.
