@@ -46,7 +46,7 @@ settings! {
     ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
         "Elastic jobs: timeout for enough slots to become available, and how long a worker retries to start a session, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
-        "Largest message between GPUs of one host, in bytes, that is sent by kernels which write to the peers' memory instead of by NCCL; 0 turns these kernels off. Between two GPUs, all-reduces of float32, and of bfloat16 or float16 outside of gradient buckets, that are larger than this and than 8 MiB use such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. A group that is used on GPUs takes four times this size of each GPU's memory, plus 32 to 57 MiB if it has two to eight members.";
+        "Largest message between GPUs of one host, in bytes, that is sent by kernels which write to the peers' memory instead of by NCCL; 0 turns these kernels off. Between two GPUs, all-reduces of float32, and of bfloat16 or float16 outside of gradient buckets, and reduce-scatters and all-gathers, that are larger than this and than 8 MiB use such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. A group that is used on GPUs takes four times this size of each GPU's memory, plus 32 to 57 MiB if it has two to eight members.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",
         "1: each group that is used on GPUs measures at its first use which messages use the peers' memory, with which algorithm and how many channels, and the bucket size for reducers. Without it, defaults apply. Rank 0's setting decides for the group, and rank 0 prints the result. Collectives by name among all ranks also try fusion sizes while the job trains and keep the fastest, unless `SMD_FUSION_BYTES` is set.";
     AUTOTUNE_WARMUP_SAMPLES = "SMD_AUTOTUNE_WARMUP_SAMPLES", ["HOROVOD_AUTOTUNE_WARMUP_SAMPLES"], "3",
@@ -65,6 +65,8 @@ settings! {
         "Network interfaces to listen on for connections from other hosts, comma-separated, in order of preference. Empty: the interface that reaches the rendezvous.";
     TRUSTED_NETWORK = "SMD_TRUSTED_NETWORK", [], "0",
         "1: of each TCP frame between hosts, authenticate the first 64 bytes only, and not the tensor behind them, which saves processor time. Only for networks on which nobody can change data in transit. It takes effect if all ranks set it; otherwise whole frames are authenticated, and rank 0 logs a warning. Ranks prove the job's secret in both cases.";
+    TCP_CONGESTION_CONTROL = "SMD_TCP_CONGESTION_CONTROL", [], "",
+        "Congestion control of TCP connections between hosts, such as `cubic`. Empty: the system's, but where the network's delay is up to 1 ms, `cubic` or `reno` instead of BBR, which is slow there.";
     STALL_WARNING_SECONDS = "SMD_STALL_WARNING_SECONDS", ["HOROVOD_STALL_CHECK_TIME_SECONDS"], "60",
         "Time after which rank 0 of a group warns about a collective by name that some ranks have not called, in seconds. The warning lists the missing ranks and is repeated at this interval.";
     STALL_CHECK_DISABLE = "SMD_STALL_CHECK_DISABLE", ["HOROVOD_STALL_CHECK_DISABLE"], "0",

@@ -109,6 +109,7 @@ impl Session {
                     book: book.into_iter().map(|address| address.address_for(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
                     tags,
+                    congestion_control: tcp::CongestionControl::choose(&config::TCP_CONGESTION_CONTROL)?,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(HostConnection::Tcp)

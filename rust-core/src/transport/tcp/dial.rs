@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use mio::net::TcpStream;
 
+use super::TcpOptions;
+use super::congestion::CongestionControl;
 use super::send_queue::OutboundConnection;
 use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame::Sealer;
@@ -40,8 +42,13 @@ enum DialStage {
 
 impl Dial {
     /// Starts the connection.
-    pub(super) fn start(rank: usize, address: SocketAddr, since: Instant) -> Result<Self> {
-        let stream = TcpStream::connect(address)?;
+    pub(super) fn start(
+        rank: usize,
+        address: SocketAddr,
+        since: Instant,
+        congestion_control: &CongestionControl,
+    ) -> Result<Self> {
+        let stream = congestion_control.connect(address)?;
         let guard = fork::Guard::new(&stream);
         let deadline = Instant::now() + ATTEMPT_TIMEOUT;
         Ok(Self { guard, stream, rank, since, deadline, stage: DialStage::Connecting, bytes: Vec::new() })
@@ -52,7 +59,7 @@ impl Dial {
     }
 
     /// Continues the handshake without blocking; returns true once [`Dial::finish`] may be called.
-    pub(super) fn advance(&mut self, key: &JobKey, peer_timeout: Duration) -> Result<bool> {
+    pub(super) fn advance(&mut self, key: &JobKey, options: &TcpOptions) -> Result<bool> {
         if matches!(self.stage, DialStage::Connecting) {
             if let Some(error) = self.stream.take_error()? {
                 return Err(error);
@@ -62,7 +69,8 @@ impl Dial {
                 Err(error) if error.kind() == ErrorKind::NotConnected => return Ok(false),
                 Err(error) => return Err(error),
             }
-            socket::configure(&self.stream, peer_timeout).map_err(Error::other)?;
+            socket::configure(&self.stream, options.peer_timeout).map_err(Error::other)?;
+            options.congestion_control.adapt(&self.stream)?;
             self.stage = DialStage::Greeting;
         }
         if matches!(self.stage, DialStage::Greeting) {

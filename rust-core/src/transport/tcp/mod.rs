@@ -44,6 +44,7 @@ use crate::world::rendezvous::JobKey;
 use crate::world::rendezvous::frame_tag::TagOptions;
 use crate::world::{Monitor, fork};
 
+mod congestion;
 mod dial;
 mod gate;
 mod inbound;
@@ -53,6 +54,7 @@ mod service;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use congestion::CongestionControl;
 use send_queue::{SendQueue, Sent};
 #[cfg(test)]
 pub(crate) use tests::networks;
@@ -111,6 +113,7 @@ pub(crate) struct TcpOptions {
     pub(crate) monitor: Arc<Monitor>,
     /// How frames are authenticated; equal on all ranks.
     pub(crate) tags: TagOptions,
+    pub(crate) congestion_control: CongestionControl,
     /// A host that is silent for this long counts as lost. The report of a departure may also take this long.
     pub(crate) peer_timeout: Duration,
 }

@@ -241,7 +241,7 @@ impl Service {
 
     fn dial(&mut self, rank: usize, since: Instant, shared: &TcpState) {
         let address = self.options.book[rank];
-        match Dial::start(rank, address, since) {
+        match Dial::start(rank, address, since, &self.options.congestion_control) {
             Ok(dial) => match self.register(TcpConnection::Dial(dial)) {
                 Some(token) => self.serve_dial(token, shared),
                 None => self.dial_failed(rank, since, "the system does not watch it".to_owned(), shared),
@@ -253,7 +253,7 @@ impl Service {
     fn serve_dial(&mut self, token: Token, shared: &TcpState) {
         let Some(TcpConnection::Dial(dial)) = self.connections.get_mut(&token) else { return };
         let (rank, since) = (dial.rank, dial.since);
-        match dial.advance(&self.key, self.options.peer_timeout) {
+        match dial.advance(&self.key, &self.options) {
             Ok(false) => {}
             Ok(true) => {
                 let Some(TcpConnection::Dial(dial)) = self.connections.remove(&token) else { return };

@@ -38,7 +38,17 @@ fn ends_with_tags(tags: TagOptions, keys: &[&[u8]], peer_timeout: Duration) -> V
     let start = |(rank, ((listener, _), key)): (usize, ((TcpListener, TcpAddress), &&[u8]))| {
         let (monitor, address) = (Arc::new(Monitor::new(rank)), book[rank]);
         let (book, key) = (book.clone(), JobKey::new(key));
-        let options = TcpOptions { rank, session: SESSION, key, book, monitor: monitor.clone(), tags, peer_timeout };
+        let congestion_control = CongestionControl::System;
+        let options = TcpOptions {
+            rank,
+            session: SESSION,
+            key,
+            book,
+            monitor: monitor.clone(),
+            tags,
+            congestion_control,
+            peer_timeout,
+        };
         Endpoint { network: Network::start(listener, options).expect("it starts"), monitor, address }
     };
     listeners.into_iter().zip(keys).enumerate().map(start).collect()
