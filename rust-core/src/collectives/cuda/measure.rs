@@ -56,6 +56,8 @@ pub(super) fn measure(
             DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks => KernelTuning::NEVER,
         };
         let peers = match (algorithm, peers) {
+            // Without the alternative, there is no choice.
+            (DeviceAlgorithm::NcclOfBlocks, peers) if peers.is_none() || size != 2 => continue,
             (DeviceAlgorithm::Nccl | DeviceAlgorithm::NcclOfBlocks, _) => None,
             (_, Some(peers)) if peers.supports(bytes, &tuning) => {
                 peers.set_tuning(tuning);
@@ -63,7 +65,8 @@ pub(super) fn measure(
             }
             _ => continue,
         };
-        // Float32 as in reducers' buckets; reducers do not send 16 bits in chunks.
+        // Float32 as in reducers' buckets; reducers do not send 16 bits in chunks. Blocks as in sharded training: 16
+        // bits, all-gathers in place.
         let (dtype, overlap) = match algorithm {
             DeviceAlgorithm::ChunksOf16Bits | DeviceAlgorithm::ChunksOfBlocks | DeviceAlgorithm::NcclOfBlocks => {
                 (DType::BFloat16, Overlap::Unknown)

@@ -22,7 +22,7 @@ pub(super) struct Choice {
     pub(super) bucket_bytes: usize,
 }
 
-/// An all-reduce algorithm.
+/// The algorithm of an all-reduce, or of the last two's collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) enum DeviceAlgorithm {
     OneShot {
@@ -36,8 +36,9 @@ pub(super) enum DeviceAlgorithm {
     /// The same, of bfloat16 instead of float32.
     ChunksOf16Bits,
     Nccl,
-    /// The same two for a reduce-scatter and an all-gather in bfloat16.
+    /// A reduce-scatter and an all-gather of bfloat16 in chunks.
     ChunksOfBlocks,
+    /// The same by NCCL.
     NcclOfBlocks,
 }
 
@@ -203,7 +204,7 @@ fn choose(samples: &[Sample]) -> Result<Choice> {
         let one_shot = up_to(&|bytes| Some(one(bytes, channels)? <= two(bytes, channels)?));
         let peer_bytes = up_to(&|bytes| Some(best(bytes, channels)? <= time(bytes, DeviceAlgorithm::Nccl)?));
         // For sizes above those, one algorithm serves all numbers of a type: the one with the smaller mean logarithm.
-        // NCCL's time depends on the bytes alone.
+        // NCCL's time for an all-reduce depends on the bytes alone.
         let least_in_chunks = |algorithm, nccl| {
             let ratio = |bytes: usize| Some((time(bytes, algorithm)? / time(bytes, nccl)?).ln());
             let in_chunks = large().map(ratio).sum::<Option<f64>>().is_some_and(|logs| logs <= 0.0);
@@ -251,7 +252,11 @@ fn describe(kept: &StoredDecision) -> String {
                 (usize::MAX, _) => "large ones of 16 bits in chunks",
                 _ => "large ones in chunks",
             },
-            if tuning.chunks_of_blocks_bytes < usize::MAX { ", large all-gathers in chunks" } else { "" }
+            if tuning.chunks_of_blocks_bytes < usize::MAX {
+                ", large reduce-scatters and all-gathers in chunks"
+            } else {
+                ""
+            }
         ),
         None => "no direct algorithm between peers".to_owned(),
     };
@@ -413,8 +418,9 @@ mod tests {
     fn a_choice_is_one_line() {
         let line = |members, choice| describe(&StoredDecision { device: "NVIDIA H200".into(), members, choice });
         assert_eq!(
-            line(4, choose(&machine(true)).unwrap()),
-            "4 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, large all-gathers in chunks, buckets of 64 MiB"
+            line(2, choose(&machine(true)).unwrap()),
+            "2 x NVIDIA H200: one shot up to 512 KiB, between peers up to 8 MiB, 64 channels, large ones in chunks, large \
+             reduce-scatters and all-gathers in chunks, buckets of 64 MiB"
         );
         assert_eq!(
             line(16, choose(&machine(false)).unwrap()),

@@ -16,7 +16,7 @@ constexpr int WARP = 32, UNIT_VECTORS = 2 * WARP;
 constexpr bool HAS_HALVES = sizeof(TYPE) == 4;
 
 struct Tensor {
-  const TYPE *sent;  // What the other members get; equal to `input` in an all-reduce.
+  const TYPE *sent;  // What the other member gets; equal to `input` in an all-reduce. Not used by parts.cu.
   const TYPE *input; // Reduced with what they send; unused in an all-gather.
   TYPE *output;
   u64 elems; // Of each of these.

@@ -15,8 +15,8 @@
 //   into one only after the peer has released the chunk that was there, which may be one of an earlier launch.
 // - CHK-3: a member signals its second round only after the fingerprints of the first one agreed. All rounds have the
 //   launch's fingerprint; a flag that has advanced to a later round is not compared (PEER-2).
-// - CHK-4: what a member sends and its output may be the same memory. Folders write the results of a chunk only after
-//   the senders have read it.
+// - CHK-4: the output may be the memory of what the member sends or of its input. Folders write the results of a chunk
+//   only after the senders have read it, and each thread loads its own vectors before it stores the results there.
 // - CHK-5: a block that gives up (PEER-5) goes on through the rounds, because its warps wait for each other, but it
 //   sends, reduces, signals and releases nothing more. Its warps no longer wait for the peer, so one can be many rounds
 //   ahead, and counts of Progress too high. Whoever passes a wait because of that also sees that the block has given
@@ -88,7 +88,8 @@ struct Progress {
   }
 };
 
-// The operation of an all-gather: the result is the peer's number.
+// The operation of an all-gather, whose results are the peer's numbers. Its functions are declared like those of a
+// reduction, but no kernel calls them.
 struct Receive {
   template <typename T> static __device__ T of(T, T theirs) { return theirs; }
   template <typename T> static __device__ T finish(T value, int) { return value; }
@@ -101,7 +102,8 @@ constexpr bool REDUCES = !IS_SAME<OP, Receive>;
 // numbers instead, so a NaN keeps its bits there.
 constexpr bool IS_PACKED = Packed<TYPE>::EXISTS && (IS_SAME<OP, Sum> || IS_SAME<OP, Average>);
 
-// COL-1: member 0's number comes first. A template, so that types without Packed need no conversion to float32.
+// COL-1: member 0's number comes first. A template, because the body of an `if constexpr` that does not hold is
+// compiled elsewhere, and Packed takes float32 only.
 template <typename T> static __device__ __forceinline__ Vector fold(const Vector &own, const Vector &theirs, bool mine_first) {
   Lanes first, second, result;
   first.vector = mine_first ? own : theirs;

@@ -5,7 +5,7 @@
 use std::ops::RangeInclusive;
 
 use super::kernel_launch::CHUNKS_ABOVE;
-use super::{CallState, HEADER_BYTES, Peers, PeersArgument, bits_of, is_even, op_name, type_name};
+use super::{CallState, HEADER_BYTES, Peers, PeersArgument, VECTOR, bits_of, is_even, op_name, type_name};
 use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::collectives::{Overlap, Request};
 use crate::device::{Context, Grid, Kernel, KernelSource, Stream, memory};
@@ -110,7 +110,7 @@ struct ChunkOperation {
 }
 
 impl ChunkOperation {
-    /// The key of its kernel among those of one layout.
+    /// The key under which its kernel is kept. All kernels of a layout have one name.
     fn key(&self, layout: &ChunkLayout) -> (&'static str, DType, ReduceOp) {
         match self.op {
             Some(op) => (layout.entry, self.dtype, op),
@@ -122,9 +122,10 @@ impl ChunkOperation {
 /// Largest number of blocks of a launch; there are slots for that many.
 const CHANNELS: usize = 64;
 
-/// Largest number of blocks of a launch. With half of the blocks, the exchange alone takes longer (float32 between two
-/// members 0 to 13 %, between more up to 50 %), but a computation that runs beside it gets more multiprocessors. A caller
-/// of an all-reduce that does not say so mostly waits for the result; those of sharded training compute meanwhile.
+/// Largest number of blocks of a launch. With half of the blocks, the collective alone takes longer (all-reduces of
+/// float32 between two members 0 to 13 %, between more up to 50 %; all-gathers and reduce-scatters 2 to 13 %), but a
+/// computation that runs beside it gets more multiprocessors. Callers do not always say what overlaps: all-reduces are
+/// then mostly waited for, whereas FSDP's all-gathers and reduce-scatters overlap with computation.
 fn channels(overlap: Overlap, only_all_reduces: bool) -> usize {
     match overlap {
         Overlap::Nothing => CHANNELS,
@@ -146,7 +147,8 @@ struct ChunkTensor {
 impl ChunkTensor {
     const NONE: Self = Self { sent: 0, input: 0, output: 0, elems: 0 };
 
-    /// The tensor of a request of member `me`; of an all-gather or reduce-scatter the part that crosses the link.
+    /// The tensor of a request of member `me`; of an all-gather or reduce-scatter, which two members run, the part that
+    /// crosses the link.
     fn of(request: &Request, me: usize) -> Self {
         let (sent, input, output) = match request {
             Request::AllReduce { input, output, .. } => (input, input, output),
@@ -204,20 +206,27 @@ impl Peers {
             }
             _ => 0,
         };
-        ChunkLayout::of(self.size)
-            .filter(|layout| layout.operation(requests).is_some())
-            .is_some_and(|_| requests.iter().map(bytes).sum::<usize>() >= self.least_in_chunks(requests, overlap))
+        ChunkLayout::of(self.size).filter(|layout| layout.operation(requests).is_some()).is_some_and(|_| {
+            let least = requests.iter().map(|request| self.least_in_chunks(request, overlap)).max();
+            requests.iter().map(bytes).sum::<usize>() >= least.unwrap_or(usize::MAX)
+        })
     }
 
-    /// Smallest operation, in bytes, that the chunked kernels run. In groups of more than two members, NCCL is faster
-    /// for numbers with full float32 precision. There, the chunked kernels run only the buckets of reducers, whose
-    /// numbers mostly were bfloat16, and only where tuning chose the core's kernels for small messages, too. Numbers of
-    /// 16 bits cannot be halved, and with the fewer blocks of a reducer's launch, NCCL is as fast.
-    fn least_in_chunks(&self, requests: &[Request], overlap: Overlap) -> usize {
+    /// Smallest operation like `request`, in bytes, that the chunked kernels run. In groups of more than two members,
+    /// NCCL is faster for all-reduces of numbers with full float32 precision. There, the chunked kernels run only the
+    /// buckets of reducers, whose numbers mostly were bfloat16, and only where tuning chose the core's kernels for small
+    /// messages, too. Numbers of 16 bits cannot be halved, and with the fewer blocks of a reducer's launch, NCCL is as
+    /// fast. Blocks of other lengths than whole vectors would be copied number by number.
+    fn least_in_chunks(&self, request: &Request, overlap: Overlap) -> usize {
         let tuning = self.tuning();
-        let dtype = match requests.first() {
-            Some(Request::AllReduce { input, .. }) => input.dtype(),
-            _ => return tuning.chunks_of_blocks_bytes,
+        let dtype = match request {
+            Request::AllReduce { input, .. } => input.dtype(),
+            Request::ReduceScatter { output: block, .. } | Request::AllGather { input: block, .. }
+                if block.bytes().is_multiple_of(VECTOR) =>
+            {
+                return tuning.chunks_of_blocks_bytes;
+            }
+            _ => return usize::MAX,
         };
         match overlap {
             Overlap::Unknown if dtype != DType::Float32 => tuning.chunks_of_16_bits_bytes,
@@ -246,13 +255,15 @@ impl Peers {
         let mut state = self.state.lock();
         for request in requests {
             if let Request::AllGather { input, outputs } = request
+                && input.elems() > 0
                 && input.ptr() != outputs[self.me].ptr()
             {
-                // SAFETY: the caller's promise; a member's own block is not in the memory of its other blocks.
+                // SAFETY: the caller's promise, by which an input that is not the member's own block does not overlap
+                // any output, and no request of a call uses another one's outputs.
                 unsafe { memory::copy(outputs[self.me].ptr() as u64, input.ptr() as u64, input.bytes(), stream)? };
             }
         }
-        let tensors: Vec<(u64, ChunkTensor)> = requests
+        let tensors: Vec<([u64; 2], ChunkTensor)> = requests
             .iter()
             .map(|request| (kind(request), ChunkTensor::of(request, self.me)))
             .filter(|(_, tensor)| tensor.elems > 0)
@@ -270,18 +281,17 @@ impl Peers {
         &self,
         state: &mut CallState,
         layout: &ChunkLayout,
-        tensors: &[(u64, ChunkTensor)],
+        tensors: &[([u64; 2], ChunkTensor)],
         operation: ChunkOperation,
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let ChunkOperation { dtype, op } = operation;
-        let chunk_elems = layout.chunk_bytes / dtype.size();
+        let chunk_elems = layout.chunk_bytes / operation.dtype.size();
         let chunks = tensors.iter().map(|(_, tensor)| (tensor.elems as usize).div_ceil(chunk_elems)).sum();
-        let only_all_reduces = tensors.iter().all(|(kind, _)| *kind == ALL_REDUCE);
+        let only_all_reduces = tensors.iter().all(|([kind, _], _)| *kind == ALL_REDUCE);
         let (blocks, rounds) = blocks(chunks, channels(overlap, only_all_reduces));
-        let all = [4, dtype as u64, op.map_or(0, |op| 1 + op as u64), u64::from(blocks)];
-        let each = tensors.iter().flat_map(|(kind, tensor)| [*kind, tensor.elems]);
+        let all = [4, operation.op.map_or(0, |op| 1 + op as u64), u64::from(blocks)];
+        let each = tensors.iter().flat_map(|([kind, dtype], tensor)| [*kind, *dtype, tensor.elems]);
         let mut argument = ChunksArgument {
             peers: self.argument(&all.into_iter().chain(each).collect::<Vec<_>>()),
             slots: (HEADER_BYTES + 2 * self.half_bytes) as u64,
@@ -299,20 +309,23 @@ impl Peers {
     }
 }
 
-/// A number for each kind of request, which members compare: the kernels themselves do not tell them apart.
-fn kind(request: &Request) -> u64 {
+/// The kind of a request and its type, as numbers that members compare: the kernels themselves do not tell them apart.
+fn kind(request: &Request) -> [u64; 2] {
     match request {
-        Request::AllReduce { .. } => ALL_REDUCE,
-        Request::ReduceScatter { .. } => 1,
-        _ => 2,
+        Request::AllReduce { input, .. } => [ALL_REDUCE, input.dtype() as u64],
+        Request::ReduceScatter { output, .. } => [1, output.dtype() as u64],
+        Request::AllGather { input, .. } => [2, input.dtype() as u64],
+        _ => [3, 0],
     }
 }
 
+/// The number of an all-reduce.
 const ALL_REDUCE: u64 = 0;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffer::Device;
     use crate::collectives::kernels;
     use crate::device::kernel::compile_for_test;
 
@@ -330,12 +343,36 @@ mod tests {
             compile(&PARTS, DType::Float32, op, 4);
         }
         compile(&HALVES, DType::Float16, ReduceOp::Sum, 2);
-        for dtype in DType::ALL.map(bits_of) {
+        let mut dtypes: Vec<DType> = DType::ALL.map(bits_of).into();
+        dtypes.sort_unstable_by_key(|dtype| *dtype as u64);
+        dtypes.dedup();
+        for dtype in dtypes {
             compile_for_test(&HALVES, &[("TYPE", type_name(dtype)), ("OP", "Receive"), ("RANKS", "2")]);
         }
         for size in 3..=*MEMBERS.end() {
             compile(&PARTS, DType::Float32, ReduceOp::Sum, size);
         }
+    }
+
+    #[test]
+    fn the_other_members_block_crosses_the_link() {
+        let view = |address: usize| {
+            // SAFETY: no code reads or writes through it.
+            unsafe { TensorView::new(address as *mut u8, 8, DType::BFloat16, Device::Cuda(0), 0) }.unwrap()
+        };
+        let (input, blocks, output) = (view(0x40), vec![view(0x100), view(0x200)], view(0x300));
+        let parts = |request: &Request, me| {
+            let ChunkTensor { sent, input, output, elems } = ChunkTensor::of(request, me);
+            assert_eq!(elems, 8);
+            (sent, input, output)
+        };
+        let gather = Request::AllGather { input, outputs: blocks.clone() };
+        assert_eq!(parts(&gather, 0), (0x40, 0x40, 0x200));
+        assert_eq!(parts(&gather, 1), (0x40, 0x40, 0x100));
+        let scatter = Request::ReduceScatter { inputs: blocks, output, op: ReduceOp::Sum };
+        assert_eq!(parts(&scatter, 0), (0x200, 0x100, 0x300));
+        assert_eq!(parts(&scatter, 1), (0x100, 0x200, 0x300));
+        assert_ne!(kind(&gather), kind(&scatter));
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub struct KernelTuning {
     pub peer_bytes: usize,
     /// Largest number of blocks of a launch; each synchronises with one block of every peer.
     pub channels: u32,
-    /// Smallest operation on float32 between two members, in bytes, that the chunked kernels run.
+    /// Smallest all-reduce of float32 between two members, in bytes, that the chunked kernels run.
     #[serde(default = "never")]
     pub chunks_bytes: usize,
     /// The same for numbers of 16 bits, if the caller is no reducer.

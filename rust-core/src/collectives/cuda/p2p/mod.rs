@@ -1,5 +1,5 @@
 //! Collectives between the devices of one host without NCCL. Each call is one kernel, which writes to the peers' memory
-//! over NVLink or PCIe. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
+//! over NVLink or PCIe; a large all-gather also copies the member's own block. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
 //! same bits as on the CPU, except for the payload of NaNs. It runs small reductions, all-gathers and broadcasts of any
 //! group, large all-reduces between at most eight members, and large reduce-scatters and all-gathers between two
 //! ([`chunks`]).
@@ -253,7 +253,7 @@ impl Peers {
         self.half_bytes / 2
     }
 
-    /// Whether an all-reduce of `bytes` would run here with `tuning`: in one piece, or in chunks.
+    /// Whether an all-reduce (in chunks, any collective) of `bytes` would run here with `tuning`: in one piece, or in chunks.
     pub fn supports(&self, bytes: usize, tuning: &KernelTuning) -> bool {
         if tuning.chunks_bytes <= bytes {
             return self.size == 2;
@@ -490,6 +490,8 @@ fn bits_of(dtype: DType) -> DType {
         1 => DType::UInt8,
         2 => DType::Int16,
         4 => DType::Int32,
+        // Pairs of four bytes, whose addresses need not be multiples of eight.
+        8 if dtype == DType::Complex64 => DType::Complex64,
         8 => DType::Int64,
         _ => DType::Complex128,
     }
