@@ -1,5 +1,5 @@
 """Compares all-reduces between hosts: OpenSMD's over TCP, over TCP with `SMD_TRUSTED_NETWORK=1` and over
-MPI, gloo's, and the time of the bytes alone through plain sockets.
+MPI, Open MPI's own, gloo's, and the time of the bytes alone through plain sockets.
 
     python benches/collectives/hosts.py [--hosts 2] [--per-host 2] [--rounds 3]
 
@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def main() -> None:
     size = arguments.hosts * arguments.per_host
     program = str(HERE / "ours.py")
     cases = [compare.case("all_reduce", bytes_, arguments.repeats) for bytes_ in SIZES]
-    with support_hosts.Hosts(arguments.hosts) as hosts:
+    with support_hosts.Hosts(arguments.hosts) as hosts, tempfile.TemporaryDirectory() as folder:
+        build = Path(folder)
         by_hand = hosts.by_hand()
         candidates = {"TCP": lambda: run(by_hand.starts(size, [program, *cases]), "ours over TCP")}
         if "trusted" not in arguments.without:
@@ -58,8 +60,12 @@ def main() -> None:
             candidates["TCP, trusted"] = lambda: run(trusted.starts(size, [program, *cases]), "ours over TCP, trusted")
         if "mpi" not in arguments.without and support_hosts.missing() is None:
             passed_on = [word for variable in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", variable)]
-            mpirun = [*hosts.command(size, passed_on), program, *cases]
-            candidates["MPI"] = lambda: run([(mpirun, {})], "ours over MPI")
+            mpirun = hosts.command(size, passed_on)
+            candidates["MPI"] = lambda: run([([*mpirun, program, *cases], {})], "ours over MPI")
+            peer = build / "open_mpi"
+            subprocess.run(["mpicc", "-O3", "-o", str(peer), str(HERE / "open_mpi.c")], check=True)
+            # Without the Python interpreter at its end.
+            candidates["Open MPI"] = lambda: run([([*mpirun[:-1], str(peer), *cases], {})], "Open MPI")
         if "gloo" not in arguments.without:
             interface = {"GLOO_SOCKET_IFNAME": "eth0"}
             starts = by_hand.starts(size, [str(HERE / "gloo.py"), *cases])
@@ -78,16 +84,19 @@ def main() -> None:
     print(f"\n{size} processes on {arguments.hosts} hosts\n")
     print(
         "| all-reduce | "
-        + " | ".join(name if name in ("gloo", "sockets") else f"ours over {name}" for name in candidates)
-        + " | gloo / TCP |"
+        + " | ".join(name if name in ("Open MPI", "gloo", "sockets") else f"ours over {name}" for name in candidates)
+        + " | gloo / TCP | Open MPI / MPI |"
     )
-    print("| --- |" + " --- |" * (len(candidates) + 1))
+    print("| --- |" + " --- |" * (len(candidates) + 2))
     for bytes_ in SIZES:
         key = ("all_reduce", bytes_)
         times = [compare.spread_name(results[name][key], 0.5) for name in candidates]
         median = {name: compare.pick(results[name][key], 0.5) for name in candidates}
-        ratio = f"{median['gloo'] / median['TCP']:.2f}" if "gloo" in median else "-"
-        print("| " + " | ".join([compare.size_name(bytes_), *times, ratio]) + " |")
+        ratios = [
+            f"{median[other] / median[ours]:.2f}" if other in median else "-"
+            for other, ours in (("gloo", "TCP"), ("Open MPI", "MPI"))
+        ]
+        print("| " + " | ".join([compare.size_name(bytes_), *times, *ratios]) + " |")
 
 
 if __name__ == "__main__":
