@@ -1,14 +1,17 @@
-//! The thread that makes all MPI calls.
+//! Makes all MPI calls of frames between hosts, one at a time.
 //!
 //! ```text
 //!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
-//!   (any thread)   (lock)     (engine's thread)                    (engine's thread too)
+//!   (any thread)   (lock)     (whoever holds the lock of the operations)
 //! ```
 //!
-//! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller waits
+//! MPI cannot wake a sleeping thread, so somebody has to poll. While a caller waits for frames and receives them itself
+//! ([`Carrier::receives`]), the caller polls: a thread beside it would need a core, which the waiting caller or another
+//! process has. Otherwise the engine's thread polls: continuously while frames move, often while a caller waits
 //! ([`Carrier::busy_poll`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -91,11 +94,18 @@ struct Outbox {
 }
 
 struct EngineState {
+    /// None before MPI is started, and after it has failed or is finalised. Held while a mailbox makes progress, which
+    /// may send; so whoever may hold a mailbox's lock only tries to take this one.
+    operations: Mutex<Option<Operations>>,
+    /// Why MPI has failed, until the engine's thread reports it.
+    failure: Mutex<Option<Failure>>,
     outbox: Mutex<Outbox>,
     ports: Ports,
     send_buffers: Pool,
     outbox_changed: Condvar,
     waiters: AtomicUsize,
+    /// The number of callers that receive.
+    receivers: AtomicUsize,
     /// The result of `start`, and whether MPI is finalised.
     world: OnceLock<Result<MpiWorld, Failure>>,
     ended: OnceLock<()>,
@@ -112,11 +122,14 @@ impl Engine {
     /// Starts the thread, which initialises MPI; [`Engine::world`] returns the result.
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let shared = Arc::new(EngineState {
+            operations: Mutex::default(),
+            failure: Mutex::default(),
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
             outbox_changed: Condvar::new(),
             waiters: AtomicUsize::new(0),
+            receivers: AtomicUsize::new(0),
             world: OnceLock::new(),
             ended: OnceLock::new(),
             changed: Condvar::new(),
@@ -199,8 +212,28 @@ impl Carrier for Engine {
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
         self.shared.outbox.lock().frames.push_back((to, bytes));
-        self.shared.outbox_changed.notify_one();
+        // Otherwise the engine's thread sends the frame, or sees to it that MPI does.
+        if !self.shared.send_now() || self.shared.receivers.load(Ordering::Relaxed) == 0 {
+            self.shared.outbox_changed.notify_one();
+        }
         true
+    }
+
+    fn receives(&self, begins: bool) -> bool {
+        if !self.shared.any_thread() {
+            return false;
+        }
+        let receivers = &self.shared.receivers;
+        if begins {
+            receivers.fetch_add(1, Ordering::Relaxed);
+        } else if receivers.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.shared.outbox_changed.notify_one();
+        }
+        true
+    }
+
+    fn receive(&self) -> bool {
+        self.shared.try_operate(|operations, shared| operations.advance(shared)).unwrap_or(false)
     }
 
     fn busy_poll(&self, waits: bool) {
@@ -243,10 +276,17 @@ impl EngineState {
         if failed {
             return;
         }
-        let mut slots = Slots::new();
-        match slots.run(self, &mut *wire) {
+        let ended = match Operations::start(wire, &self.ports) {
+            Ok(operations) => {
+                *self.operations.lock() = Some(operations);
+                self.run()
+            }
+            Err(failure) => Err(failure),
+        };
+        let operations = self.operations.lock().take();
+        match ended {
             Ok(()) => {
-                if let Err(Failure(text)) = wire.finish() {
+                if let Some(Err(Failure(text))) = operations.map(|mut operations| operations.wire.finish()) {
                     tracing::debug!("MPI could not be finalized: {text}");
                 }
                 let _ = self.ended.set(());
@@ -254,8 +294,77 @@ impl EngineState {
             }
             Err(Failure(text)) => self.fail(&text),
         }
-        // Memory of operations in flight is leaked, because MPI cannot return it after a failure.
-        std::mem::forget(slots);
+    }
+
+    /// Whether any thread may call MPI.
+    fn any_thread(&self) -> bool {
+        matches!(self.world.get(), Some(Ok(world)) if world.any_thread)
+    }
+
+    /// Calls `operate` unless another thread makes MPI calls, or MPI is not to be called. Waits for nothing.
+    fn try_operate<T>(&self, operate: impl FnOnce(&mut Operations, &Self) -> Result<T, Failure>) -> Option<T> {
+        let mut operations = self.operations.try_lock()?;
+        match operate(operations.as_mut()?, self) {
+            Ok(value) => Some(value),
+            Err(failure) => {
+                *self.failure.lock() = Some(failure);
+                *operations = None;
+                self.outbox_changed.notify_one();
+                None
+            }
+        }
+    }
+
+    /// Passes waiting frames to MPI, if this thread may call it now.
+    fn send_now(&self) -> bool {
+        self.any_thread() && self.try_operate(|operations, shared| operations.send_waiting(shared)).is_some()
+    }
+
+    /// Moves frames until the engine is to stop and all frames are sent.
+    fn run(&self) -> Result<(), Failure> {
+        let spins = if cores() > 2 { SPINS } else { 0 };
+        let mut idle = 0u32;
+        let mut seen = Instant::now();
+        loop {
+            let (moved, sending, has_room) = {
+                let mut operations = self.operations.lock();
+                let Some(operations) = operations.as_mut() else {
+                    let failure = self.failure.lock().take();
+                    return Err(failure.unwrap_or_else(|| Failure("another thread has ended it".to_owned())));
+                };
+                let moved = operations.advance(self)?;
+                (moved, operations.is_sending(), operations.has_room())
+            };
+            let callers_receive = self.receivers.load(Ordering::Relaxed) > 0;
+            if moved && !callers_receive {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            let busy_poll = !callers_receive && (sending || self.waiters.load(Ordering::Relaxed) > 0);
+            if busy_poll && idle < spins {
+                std::hint::spin_loop();
+                continue;
+            }
+            if busy_poll && idle < spins + YIELDS {
+                std::thread::yield_now();
+                continue;
+            }
+            let mut outbox = self.outbox.lock();
+            if outbox.finish && outbox.frames.is_empty() && !sending {
+                return Ok(());
+            }
+            if outbox.frames.is_empty() || !has_room || callers_receive {
+                self.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
+            }
+            drop(outbox);
+            if seen.elapsed() > POLL_INTERVAL {
+                seen = Instant::now();
+                if self.ports.somebody_departed() {
+                    return Err(Failure("a process of the job has ended".to_owned()));
+                }
+            }
+        }
     }
 
     /// Ends the waits of this process, unless a departure explains the failure and ends the affected waits.
@@ -274,6 +383,16 @@ impl EngineState {
     }
 }
 
+/// MPI and its operations.
+struct Operations {
+    wire: Box<dyn Wire>,
+    /// Never freed, because MPI cannot return memory of operations in flight after a failure.
+    slots: ManuallyDrop<Slots>,
+    done: Vec<Completed>,
+    /// Ports to notify.
+    touched: HashSet<PortKey>,
+}
+
 /// The buffers of MPI's operations: by slot, receives first.
 ///
 /// Frames of one process stay in order, because MPI matches messages with receives in the order in which both were
@@ -289,102 +408,85 @@ struct Slots {
     free: Vec<usize>,
 }
 
-impl Slots {
-    fn new() -> Self {
-        Self {
+impl Operations {
+    /// Starts all receives.
+    fn start(wire: Box<dyn Wire>, ports: &Ports) -> Result<Self, Failure> {
+        let slots = Slots {
             receives: (0..RECV_SLOTS).map(|_| Vec::new()).collect(),
             started: VecDeque::with_capacity(RECV_SLOTS),
             arrived: [None; RECV_SLOTS],
             sends: (0..MAX_SEND_SLOTS).map(|_| None).collect(),
             free: (0..MAX_SEND_SLOTS).collect(),
-        }
-    }
-
-    /// Moves frames until the engine is to stop and all frames are sent.
-    fn run(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<(), Failure> {
+        };
+        let mut operations = Self { wire, slots: ManuallyDrop::new(slots), done: Vec::new(), touched: HashSet::new() };
         for slot in 0..RECV_SLOTS {
-            self.receive(slot, shared.ports.buffers.take(), wire)?;
+            operations.receive(slot, ports.buffers.take())?;
         }
-        let spins = if cores() > 2 { SPINS } else { 0 };
-        let mut done = Vec::new();
-        let mut touched: HashSet<PortKey> = HashSet::new();
-        let mut idle = 0u32;
-        let mut seen = Instant::now();
-        loop {
-            let mut moved = self.send_waiting(shared, wire)?;
-            wire.poll(&mut done)?;
-            for Completed { slot, source, bytes } in done.drain(..) {
-                moved = true;
-                if slot < RECV_SLOTS {
-                    self.arrived[slot] = Some((source, bytes));
-                } else if let Some((to, buffer)) = self.sends[slot - RECV_SLOTS].take() {
-                    self.free.push(slot - RECV_SLOTS);
-                    shared.send_buffers.put(buffer);
-                    let mut outbox = shared.outbox.lock();
-                    outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
-                    touched.extend(outbox.refused.drain());
-                }
-            }
-            while let Some(slot) = self.started.front().copied()
-                && let Some((source, bytes)) = self.arrived[slot].take()
-            {
-                self.started.pop_front();
-                let frame = std::mem::take(&mut self.receives[slot]);
-                self.receive(slot, shared.ports.buffers.take(), wire)?;
-                touched.extend(shared.ports.take(source, frame, 0, bytes));
-            }
-            shared.ports.progress(touched.drain());
-            if moved {
-                idle = 0;
-                continue;
-            }
-            idle += 1;
-            let sending = self.free.len() < self.sends.len();
-            let busy_poll = sending || shared.waiters.load(Ordering::Relaxed) > 0;
-            if busy_poll && idle < spins {
-                std::hint::spin_loop();
-                continue;
-            }
-            if busy_poll && idle < spins + YIELDS {
-                std::thread::yield_now();
-                continue;
-            }
-            let mut outbox = shared.outbox.lock();
-            if outbox.finish && outbox.frames.is_empty() && !sending {
-                return Ok(());
-            }
-            if outbox.frames.is_empty() || self.free.is_empty() {
-                shared.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
-            }
-            drop(outbox);
-            if seen.elapsed() > POLL_INTERVAL {
-                seen = Instant::now();
-                if shared.ports.somebody_departed() {
-                    return Err(Failure("a process of the job has ended".to_owned()));
-                }
-            }
-        }
+        Ok(operations)
     }
 
-    fn send_waiting(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<bool, Failure> {
+    fn is_sending(&self) -> bool {
+        self.slots.free.len() < self.slots.sends.len()
+    }
+
+    fn has_room(&self) -> bool {
+        !self.slots.free.is_empty()
+    }
+
+    /// Sends waiting frames, and passes on what has arrived; waits for nothing. Returns whether there was anything.
+    fn advance(&mut self, shared: &EngineState) -> Result<bool, Failure> {
+        let mut moved = self.send_waiting(shared)?;
+        self.wire.poll(&mut self.done)?;
+        let slots = &mut *self.slots;
+        for Completed { slot, source, bytes } in self.done.drain(..) {
+            moved = true;
+            if slot < RECV_SLOTS {
+                slots.arrived[slot] = Some((source, bytes));
+            } else if let Some((to, buffer)) = slots.sends[slot - RECV_SLOTS].take() {
+                slots.free.push(slot - RECV_SLOTS);
+                shared.send_buffers.put(buffer);
+                let mut outbox = shared.outbox.lock();
+                outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
+                self.touched.extend(outbox.refused.drain());
+            }
+        }
+        while let Some(slot) = self.slots.started.front().copied()
+            && let Some((source, bytes)) = self.slots.arrived[slot].take()
+        {
+            self.slots.started.pop_front();
+            let frame = std::mem::take(&mut self.slots.receives[slot]);
+            self.receive(slot, shared.ports.buffers.take())?;
+            self.touched.extend(shared.ports.take(source, frame, 0, bytes));
+        }
+        if !self.touched.is_empty() {
+            shared.ports.progress(self.touched.drain());
+            // Mailboxes may have sent frames.
+            self.send_waiting(shared)?;
+        }
+        Ok(moved)
+    }
+
+    fn send_waiting(&mut self, shared: &EngineState) -> Result<bool, Failure> {
         let mut moved = false;
-        while let Some(slot) = self.free.last().copied() {
+        while let Some(slot) = self.slots.free.last().copied() {
             let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
-            self.free.pop();
-            let (_, data) = self.sends[slot].insert((to, bytes));
+            let slots = &mut *self.slots;
+            slots.free.pop();
+            let (_, data) = slots.sends[slot].insert((to, bytes));
             // SAFETY: the buffer stays in the slot until MPI reports it as complete; otherwise it is leaked.
-            unsafe { wire.send(RECV_SLOTS + slot, data, to)? };
+            unsafe { self.wire.send(RECV_SLOTS + slot, data, to)? };
             moved = true;
         }
         Ok(moved)
     }
 
-    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>, wire: &mut dyn Wire) -> Result<(), Failure> {
+    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>) -> Result<(), Failure> {
         buffer.resize(FRAME_BYTES, 0);
-        self.receives[slot] = buffer;
-        self.started.push_back(slot);
+        let slots = &mut *self.slots;
+        slots.receives[slot] = buffer;
+        slots.started.push_back(slot);
         // SAFETY: as in `send_waiting`.
-        unsafe { wire.recv(slot, &mut self.receives[slot]) }
+        unsafe { self.wire.recv(slot, &mut slots.receives[slot]) }
     }
 }
 
