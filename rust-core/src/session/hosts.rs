@@ -109,7 +109,10 @@ impl Session {
                     book: book.into_iter().map(|address| address.address_for(rendezvous.ip())).collect(),
                     monitor: self.monitor.clone(),
                     tags,
-                    congestion_control: tcp::CongestionControl::choose(&config::TCP_CONGESTION_CONTROL)?,
+                    congestion_control: tcp::CongestionControl::choose(
+                        &config::TCP_CONGESTION_CONTROL,
+                        self.rank() == 0,
+                    )?,
                     peer_timeout: client.peer_timeout(),
                 };
                 Network::start(listener, options).map(HostConnection::Tcp)

@@ -21,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::{Error, Limit, Result};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
 use crate::transport::{POLL_INTERVAL, cores};
-use crate::world::Monitor;
+use crate::world::{Monitor, fork};
 
 /// Number of receives that are always posted.
 const RECV_SLOTS: usize = 16;
@@ -91,6 +91,8 @@ struct Outbox {
     /// Ports whose frame was refused because the queue was full.
     refused: HashSet<PortKey>,
     finish: bool,
+    /// Whether the engine's thread is to look again before it waits.
+    changed: bool,
 }
 
 struct EngineState {
@@ -175,7 +177,7 @@ impl Engine {
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
         self.shared.outbox.lock().finish = true;
-        self.shared.outbox_changed.notify_all();
+        self.shared.wake_thread();
         let mut lock = self.shared.change.lock();
         while self.shared.ended.get().is_none() {
             let failed = (0..world.size).any(|rank| departed(monitor, rank));
@@ -212,9 +214,11 @@ impl Carrier for Engine {
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
         self.shared.outbox.lock().frames.push_back((to, bytes));
-        // Otherwise the engine's thread sends the frame, or sees to it that MPI does.
-        if !self.shared.send_now() || self.shared.receivers.load(Ordering::Relaxed) == 0 {
-            self.shared.outbox_changed.notify_one();
+        self.shared.send_now();
+        // Even if MPI has the frame now, somebody must make its progress. A caller that receives does, and also sends
+        // what this thread could not.
+        if self.shared.receivers.load(Ordering::Relaxed) == 0 {
+            self.shared.wake_thread();
         }
         true
     }
@@ -223,12 +227,11 @@ impl Carrier for Engine {
         if !self.shared.any_thread() {
             return false;
         }
-        let receivers = &self.shared.receivers;
-        if begins {
-            receivers.fetch_add(1, Ordering::Relaxed);
-        } else if receivers.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.shared.outbox_changed.notify_one();
-        }
+        // The engine's thread takes over after its pause. To wake it would take this thread's core, at each end of a wait.
+        match begins {
+            true => self.shared.receivers.fetch_add(1, Ordering::Relaxed),
+            false => self.shared.receivers.fetch_sub(1, Ordering::Relaxed),
+        };
         true
     }
 
@@ -241,7 +244,7 @@ impl Carrier for Engine {
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
         } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.shared.outbox_changed.notify_one();
+            self.shared.wake_thread();
         }
     }
 
@@ -283,10 +286,9 @@ impl EngineState {
             }
             Err(failure) => Err(failure),
         };
-        let operations = self.operations.lock().take();
         match ended {
-            Ok(()) => {
-                if let Some(Err(Failure(text))) = operations.map(|mut operations| operations.wire.finish()) {
+            Ok(mut operations) => {
+                if let Err(Failure(text)) = operations.wire.finish() {
                     tracing::debug!("MPI could not be finalized: {text}");
                 }
                 let _ = self.ended.set(());
@@ -301,41 +303,77 @@ impl EngineState {
         matches!(self.world.get(), Some(Ok(world)) if world.any_thread)
     }
 
-    /// Calls `operate` unless another thread makes MPI calls, or MPI is not to be called. Waits for nothing.
+    /// Calls `operate` unless another thread makes MPI calls, or MPI is not to be called (MPI-3). Waits for nothing.
     fn try_operate<T>(&self, operate: impl FnOnce(&mut Operations, &Self) -> Result<T, Failure>) -> Option<T> {
-        let mut operations = self.operations.try_lock()?;
-        match operate(operations.as_mut()?, self) {
+        if fork::is_child() || self.ports.somebody_departed() {
+            return None;
+        }
+        let mut guard = self.operations.try_lock()?;
+        let operations = guard.as_mut()?;
+        // A panic concerns all groups, as on the engine's thread, and not only the one of this caller.
+        let mut outcome = None;
+        let panic = Error::of_thread("smd-mpi", || outcome = Some(operate(operations, self)));
+        match outcome.unwrap_or_else(|| Err(Failure(panic.map_or_else(String::new, |error| error.text())))) {
             Ok(value) => Some(value),
             Err(failure) => {
                 *self.failure.lock() = Some(failure);
-                *operations = None;
-                self.outbox_changed.notify_one();
+                *guard = None;
+                drop(guard);
+                self.wake_thread();
                 None
             }
         }
     }
 
     /// Passes waiting frames to MPI, if this thread may call it now.
-    fn send_now(&self) -> bool {
-        self.any_thread() && self.try_operate(|operations, shared| operations.send_waiting(shared)).is_some()
+    fn send_now(&self) {
+        if self.any_thread() {
+            let _ = self.try_operate(|operations, shared| operations.send_waiting(shared));
+        }
     }
 
-    /// Moves frames until the engine is to stop and all frames are sent.
-    fn run(&self) -> Result<(), Failure> {
+    fn wake_thread(&self) {
+        self.outbox.lock().changed = true;
+        self.outbox_changed.notify_one();
+    }
+
+    /// Moves frames until the engine is to stop and all frames are sent. Afterwards, no other thread calls MPI.
+    fn run(&self) -> Result<Operations, Failure> {
         let spins = if cores() > 2 { SPINS } else { 0 };
         let mut idle = 0u32;
         let mut seen = Instant::now();
         loop {
-            let (moved, sending, has_room) = {
-                let mut operations = self.operations.lock();
-                let Some(operations) = operations.as_mut() else {
+            let callers_receive = self.receivers.load(Ordering::Relaxed) > 0;
+            // Beside callers that receive, this thread does not wait for the lock.
+            let guard = match callers_receive {
+                true => self.operations.try_lock(),
+                false => Some(self.operations.lock()),
+            };
+            let (mut moved, mut sending, mut has_room) = (false, true, true);
+            if let Some(mut guard) = guard {
+                let Some(operations) = guard.as_mut() else {
                     let failure = self.failure.lock().take();
                     return Err(failure.unwrap_or_else(|| Failure("another thread has ended it".to_owned())));
                 };
-                let moved = operations.advance(self)?;
-                (moved, operations.is_sending(), operations.has_room())
-            };
-            let callers_receive = self.receivers.load(Ordering::Relaxed) > 0;
+                match operations.advance(self) {
+                    Ok(any) => moved = any,
+                    Err(failure) => {
+                        *guard = None;
+                        return Err(failure);
+                    }
+                }
+                (sending, has_room) = (operations.is_sending(), operations.has_room());
+                let finishes = || {
+                    let outbox = self.outbox.lock();
+                    outbox.finish && outbox.frames.is_empty()
+                };
+                if !sending
+                    && finishes()
+                    && let Some(operations) = guard.take()
+                {
+                    return Ok(operations);
+                }
+            }
             if moved && !callers_receive {
                 idle = 0;
                 continue;
@@ -351,16 +389,15 @@ impl EngineState {
                 continue;
             }
             let mut outbox = self.outbox.lock();
-            if outbox.finish && outbox.frames.is_empty() && !sending {
-                return Ok(());
-            }
-            if outbox.frames.is_empty() || !has_room || callers_receive {
+            if !outbox.changed && (outbox.frames.is_empty() || !has_room || callers_receive) {
                 self.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
             }
+            outbox.changed = false;
             drop(outbox);
             if seen.elapsed() > POLL_INTERVAL {
                 seen = Instant::now();
                 if self.ports.somebody_departed() {
+                    *self.operations.lock() = None;
                     return Err(Failure("a process of the job has ended".to_owned()));
                 }
             }

@@ -36,11 +36,11 @@ pub(crate) enum CongestionControl {
 }
 
 impl CongestionControl {
-    /// Chooses by `setting`, or by the system's congestion control.
+    /// Chooses by `setting`, or by the system's congestion control. `tells` says whether this rank logs the choice.
     ///
     /// # Errors
-    /// [`Error::Config`] if the system does not have or permit the user's choice, [`Error::Io`].
-    pub(crate) fn choose(setting: &Setting) -> Result<Self> {
+    /// [`Error::Config`] if the system does not have or permit the user's choice, [`Error::Io`] if there is no socket.
+    pub(crate) fn choose(setting: &Setting, tells: bool) -> Result<Self> {
         let io = |error: Errno| Error::io("choosing the congestion control of TCP connections", error);
         let socket = socket(AddressFamily::INET).or_else(|_| socket(AddressFamily::INET6)).map_err(io)?;
         let permits = |name: &str| sockopt::set_tcp_congestion(&socket, name);
@@ -51,24 +51,34 @@ impl CongestionControl {
                 Error::Config(format!("`{variable}` is `{name}`: expected one of `{known}` ({error})"))
             });
         }
-        let system = sockopt::tcp_congestion(&socket).map_err(io)?;
-        if !paces(&system) {
-            return Ok(Self::System);
-        }
-        match WITHOUT_PACING.into_iter().find(|name| permits(name).is_ok()) {
+        let system = match sockopt::tcp_congestion(&socket) {
+            Ok(system) if paces(&system) => system,
+            Ok(_) => return Ok(Self::System),
+            Err(error) => {
+                tracing::debug!("the congestion control of TCP connections is not known: {error}");
+                return Ok(Self::System);
+            }
+        };
+        // Connections with a long delay return to the system's.
+        let by = WITHOUT_PACING.into_iter().find(|name| permits(name).is_ok()).filter(|_| permits(&system).is_ok());
+        match by {
             Some(by) => {
-                tracing::info!(
-                    "TCP connections to other hosts use `{by}` instead of the system's `{system}` where the delay is up \
-                     to {SHORT_DELAY:?}; `{}={system}` keeps it",
-                    setting.name
-                );
+                if tells {
+                    tracing::info!(
+                        "TCP connections to other hosts use `{by}` instead of the system's `{system}` where the delay is \
+                         up to {SHORT_DELAY:?}; `{}={system}` keeps it",
+                        setting.name
+                    );
+                }
                 Ok(Self::Replaced { by, system })
             }
             None => {
-                tracing::warn!(
-                    "TCP connections to other hosts keep the congestion control `{system}`, which is slow where the \
-                     delay is short: this system permits none of {WITHOUT_PACING:?}"
-                );
+                if tells {
+                    tracing::warn!(
+                        "TCP connections to other hosts keep the congestion control `{system}`, which is slow where the \
+                         delay is short: this system does not permit a change to one of {WITHOUT_PACING:?} and back"
+                    );
+                }
                 Ok(Self::System)
             }
         }
@@ -81,7 +91,11 @@ impl CongestionControl {
         match self {
             Self::System => {}
             Self::Chosen(name) => sockopt::set_tcp_congestion(&socket, name)?,
-            Self::Replaced { by, .. } => sockopt::set_tcp_congestion(&socket, by)?,
+            Self::Replaced { by, .. } => {
+                if let Err(error) = sockopt::set_tcp_congestion(&socket, by) {
+                    tracing::debug!("a TCP connection keeps the system's congestion control: {error}");
+                }
+            }
         }
         match net::connect(&socket, &address) {
             Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(TcpStream::from_std(socket.into())),
@@ -89,17 +103,21 @@ impl CongestionControl {
         }
     }
 
-    /// Returns an established connection to the system's congestion control if its delay is long.
-    pub(super) fn adapt(&self, stream: &TcpStream) -> io::Result<()> {
-        match self {
-            Self::Replaced { .. } => self.adapt_to(stream, delay(stream)?),
-            Self::System | Self::Chosen(_) => Ok(()),
+    /// Returns a connection over which messages went there and back to the system's congestion control, if its delay is
+    /// long or not known.
+    pub(super) fn adapt(&self, stream: &TcpStream) {
+        if let Self::Replaced { .. } = self
+            && let Err(error) = delay(stream).and_then(|delay| self.adapt_to(stream, delay))
+        {
+            tracing::debug!("a TCP connection keeps its congestion control: {error}");
         }
     }
 
-    fn adapt_to(&self, stream: &TcpStream, delay: Duration) -> io::Result<()> {
+    fn adapt_to(&self, stream: &TcpStream, delay: Option<Duration>) -> io::Result<()> {
         match self {
-            Self::Replaced { system, .. } if delay > SHORT_DELAY => Ok(sockopt::set_tcp_congestion(stream, system)?),
+            Self::Replaced { system, .. } if delay.is_none_or(|delay| delay > SHORT_DELAY) => {
+                Ok(sockopt::set_tcp_congestion(stream, system)?)
+            }
             _ => Ok(()),
         }
     }
@@ -114,18 +132,25 @@ fn socket(family: AddressFamily) -> rustix::io::Result<std::os::fd::OwnedFd> {
     net::socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, Some(ipproto::TCP))
 }
 
-/// The time that a packet takes there and back, as measured by the system so far: at first that of the handshake.
-fn delay(stream: &impl AsFd) -> io::Result<Duration> {
-    // SAFETY: zeros are a value of this structure of numbers.
-    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+/// The shortest time that a packet has taken there and back, if the system has measured it. The first packet of a
+/// connection may take longer than others: networks set up their ways, and the other host looks for this one's address.
+fn delay(stream: &impl AsFd) -> io::Result<Option<Duration>> {
+    // Offset of `tcpi_min_rtt` in the kernel's `tcp_info` (linux/tcp.h, since Linux 4.6), which libc's ends before.
+    const MIN_RTT: usize = 148;
+    let mut info = [0u32; 64];
     let mut bytes = size_of_val(&info) as libc::socklen_t;
     // SAFETY: the descriptor is open, and the system writes at most `bytes` bytes to `info`.
     let answer = unsafe {
-        let to = (&raw mut info).cast();
+        let to = info.as_mut_ptr().cast();
         libc::getsockopt(stream.as_fd().as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &mut bytes)
     };
     match answer {
-        0 => Ok(Duration::from_micros(u64::from(info.tcpi_rtt))),
+        0 => {
+            let micros = info[MIN_RTT / 4];
+            // All bits are set before the first measurement.
+            let is_known = bytes as usize >= MIN_RTT + 4 && micros > 0 && micros < u32::MAX;
+            Ok(is_known.then(|| Duration::from_micros(u64::from(micros))))
+        }
         _ => Err(io::Error::last_os_error()),
     }
 }
@@ -155,10 +180,12 @@ mod tests {
         // A name that the system does not know shows by an error that it is set.
         let replaced = CongestionControl::Replaced { by: "reno", system: "unknown".into() };
         let (stream, _listener) = connected(&replaced, "127.0.0.1");
-        assert!(delay(&stream).unwrap() > Duration::ZERO);
-        replaced.adapt_to(&stream, SHORT_DELAY).unwrap();
+        assert!(delay(&stream).unwrap().is_some_and(|delay| delay < Duration::from_secs(10)), "{:?}", delay(&stream));
+        replaced.adapt_to(&stream, Some(SHORT_DELAY)).unwrap();
         assert_eq!(sockopt::tcp_congestion(&stream).unwrap(), "reno");
-        replaced.adapt_to(&stream, 2 * SHORT_DELAY).unwrap_err();
+        for long in [Some(2 * SHORT_DELAY), None] {
+            replaced.adapt_to(&stream, long).unwrap_err();
+        }
     }
 
     #[test]
@@ -167,7 +194,7 @@ mod tests {
         for address in ["127.0.0.1", "::1"] {
             if TcpListener::bind((address, 0)).is_ok() {
                 let (stream, _listener) = connected(&chosen, address);
-                chosen.adapt(&stream).unwrap();
+                chosen.adapt(&stream);
                 assert_eq!(sockopt::tcp_congestion(&stream).unwrap(), "reno");
             }
         }
@@ -177,10 +204,10 @@ mod tests {
     fn a_choice_that_the_system_does_not_have_names_those_that_it_permits() {
         let setting = |name| Setting { name, aliases: &[], default: "", doc: "" };
         let variable = "SMD_CONGESTION_CONTROL_OF_A_TEST";
-        assert!(!matches!(CongestionControl::choose(&setting(variable)).unwrap(), CongestionControl::Chosen(_)));
+        assert!(!matches!(CongestionControl::choose(&setting(variable), true).unwrap(), CongestionControl::Chosen(_)));
         // SAFETY: no other test reads or writes this variable, and the standard library's functions take a lock.
         unsafe { std::env::set_var(variable, "unknown") };
-        let text = CongestionControl::choose(&setting(variable)).unwrap_err().to_string();
+        let text = CongestionControl::choose(&setting(variable), true).unwrap_err().to_string();
         assert!(text.contains(variable) && text.contains("`unknown`") && text.contains("reno"), "{text}");
     }
 }

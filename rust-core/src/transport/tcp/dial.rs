@@ -70,7 +70,6 @@ impl Dial {
                 Err(error) => return Err(error),
             }
             socket::configure(&self.stream, options.peer_timeout).map_err(Error::other)?;
-            options.congestion_control.adapt(&self.stream)?;
             self.stage = DialStage::Greeting;
         }
         if matches!(self.stage, DialStage::Greeting) {
@@ -84,7 +83,11 @@ impl Dial {
             self.bytes.clear();
             self.stage = DialStage::Proof(answer);
         }
-        self.read(PROOF_BYTES)
+        let is_complete = self.read(PROOF_BYTES)?;
+        if is_complete {
+            options.congestion_control.adapt(&self.stream);
+        }
+        Ok(is_complete)
     }
 
     /// Returns the connection, if the other side has proved that it knows the secret.
