@@ -98,7 +98,7 @@ struct Outbox {
 struct EngineState {
     /// None before MPI is started, and after it has failed or is finalised. Held while a mailbox makes progress, which
     /// may send; so whoever may hold a mailbox's lock only tries to take this one.
-    operations: Mutex<Option<Operations>>,
+    operations: Mutex<Option<MpiOperations>>,
     /// Why MPI has failed, until the engine's thread reports it.
     failure: Mutex<Option<Failure>>,
     outbox: Mutex<Outbox>,
@@ -279,7 +279,7 @@ impl EngineState {
         if failed {
             return;
         }
-        let ended = match Operations::start(wire, &self.ports) {
+        let ended = match MpiOperations::start(wire, &self.ports) {
             Ok(operations) => {
                 *self.operations.lock() = Some(operations);
                 self.run()
@@ -304,7 +304,7 @@ impl EngineState {
     }
 
     /// Calls `operate` unless another thread makes MPI calls, or MPI is not to be called (MPI-3). Waits for nothing.
-    fn try_operate<T>(&self, operate: impl FnOnce(&mut Operations, &Self) -> Result<T, Failure>) -> Option<T> {
+    fn try_operate<T>(&self, operate: impl FnOnce(&mut MpiOperations, &Self) -> Result<T, Failure>) -> Option<T> {
         if fork::is_child() || self.ports.somebody_departed() {
             return None;
         }
@@ -338,7 +338,7 @@ impl EngineState {
     }
 
     /// Moves frames until the engine is to stop and all frames are sent. Afterwards, no other thread calls MPI.
-    fn run(&self) -> Result<Operations, Failure> {
+    fn run(&self) -> Result<MpiOperations, Failure> {
         let spins = if cores() > 2 { SPINS } else { 0 };
         let mut idle = 0u32;
         let mut seen = Instant::now();
@@ -421,7 +421,7 @@ impl EngineState {
 }
 
 /// MPI and its operations.
-struct Operations {
+struct MpiOperations {
     wire: Box<dyn Wire>,
     /// Never freed, because MPI cannot return memory of operations in flight after a failure.
     slots: ManuallyDrop<Slots>,
@@ -445,7 +445,7 @@ struct Slots {
     free: Vec<usize>,
 }
 
-impl Operations {
+impl MpiOperations {
     /// Starts all receives.
     fn start(wire: Box<dyn Wire>, ports: &Ports) -> Result<Self, Failure> {
         let slots = Slots {
