@@ -588,3 +588,102 @@ pub(crate) mod loopback {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::transport::Members;
+    use crate::transport::ports::Port;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// How a wire ends.
+    #[derive(Clone, Copy)]
+    enum End {
+        Failure,
+        Panic,
+    }
+
+    /// A wire that moves nothing. On a thread other than the engine's, its next poll is its end, which `ended` notes;
+    /// any later call is noted in `called_after`.
+    struct Ending {
+        end: End,
+        engine: Option<std::thread::ThreadId>,
+        ended: Arc<AtomicBool>,
+        called_after: Arc<AtomicBool>,
+    }
+
+    impl Ending {
+        fn note(&self) {
+            if self.ended.load(Ordering::SeqCst) {
+                self.called_after.store(true, Ordering::SeqCst);
+            }
+        }
+    }
+
+    impl Wire for Ending {
+        fn init(&mut self) -> Result<bool, Failure> {
+            Ok(true)
+        }
+        fn start(&mut self, _num_slots: usize) -> Result<MpiWorld, Failure> {
+            self.engine = Some(std::thread::current().id());
+            Ok(MpiWorld { rank: 0, size: 2, any_thread: true, library: "ending".into() })
+        }
+        unsafe fn send(&mut self, _slot: usize, _data: &[u8], _to: usize) -> Result<(), Failure> {
+            self.note();
+            Ok(())
+        }
+        unsafe fn recv(&mut self, _slot: usize, _data: &mut [u8]) -> Result<(), Failure> {
+            self.note();
+            Ok(())
+        }
+        fn poll(&mut self, _done: &mut Vec<Completed>) -> Result<(), Failure> {
+            self.note();
+            if self.engine == Some(std::thread::current().id()) {
+                return Ok(());
+            }
+            self.ended.store(true, Ordering::SeqCst);
+            match self.end {
+                End::Failure => Err(Failure("the wire broke".to_owned())),
+                End::Panic => panic!("the wire broke"),
+            }
+        }
+        fn finish(&mut self) -> Result<(), Failure> {
+            self.note();
+            Ok(())
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore)]
+    fn an_end_in_a_callers_hands_ends_all_waits_and_all_calls() {
+        for end in [End::Failure, End::Panic] {
+            let (ended, called_after) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+            let wire = Ending { end, engine: None, ended: ended.clone(), called_after: called_after.clone() };
+            let engine = Engine::start(Box::new(wire)).unwrap();
+            let monitor = Arc::new(Monitor::new(0));
+            engine.world(2, &monitor, Instant::now() + LIMIT).unwrap();
+            let carrier: Arc<dyn Carrier> = engine.clone();
+            let members = Members { ranks: [0, 1].into(), me: 0 };
+            let _port = Port::open(&carrier, 7, &members, [0, 1].into(), monitor.clone());
+            assert!(engine.receives(true));
+            let start = Instant::now();
+            while !ended.load(Ordering::SeqCst) && start.elapsed() < LIMIT {
+                // The engine's thread may make MPI calls at the moment.
+                engine.receive();
+            }
+            while monitor.check(&[0, 1], "waiting").is_ok() && start.elapsed() < LIMIT {
+                assert!(!engine.receive());
+                // Refused when the queue is full.
+                let _ = engine.send((7, 0), 1, &[0; PREFIX_BYTES], &[1, 2, 3]);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            engine.receives(false);
+            let text = monitor.check(&[0, 1], "waiting").unwrap_err().to_string();
+            assert!(text.contains("MPI failed") && text.contains("the wire broke"), "{text}");
+            assert!(!called_after.load(Ordering::SeqCst), "MPI was called afterwards");
+        }
+    }
+}
