@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 #include <mpi.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,12 +25,13 @@ static MPI_Status *statuses;
  * through a table of function pointers, in which this code replaces the abort function by `leave`. The entry is found by
  * its value, so another layout or another version of Open MPI is not changed. `leave` jumps back into the call of this
  * plug-in that led there. MPI is not called again, so the state that the jump leaves behind does not matter. */
-static _Thread_local jmp_buf way_out;
-static _Thread_local volatile int inside;
+static jmp_buf way_out;
+static volatile int inside;
+static pthread_t caller;
 static int (*original)(int, char *, ...);
 
 static int leave(int code, char *text, ...) {
-  if (inside) {
+  if (inside && pthread_equal(pthread_self(), caller)) {
     inside = 0;
     longjmp(way_out, 1);
   }
@@ -53,6 +55,7 @@ static void guard_abort(void) {
 /* Wraps every call of MPI that may find a broken connection. */
 #define ENTER                            \
   do {                                   \
+    caller = pthread_self();             \
     if (setjmp(way_out)) {               \
       return SMD_MPI_GAVE_UP;            \
     }                                    \
@@ -68,7 +71,7 @@ static int32_t init(int32_t *any_thread) {
   if (initialised) {
     MPI_Query_thread(&level);
   } else {
-    /* The highest level allows any thread of the core to make its calls, and the script to use MPI, too. */
+    /* One thread makes all calls of the core. The highest level allows the script to use MPI too, from its own threads. */
     int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     if (code) return code;
     owns_mpi = 1;

@@ -1,7 +1,7 @@
 /* The interface between the core and its MPI plug-in. The plug-in is the only code that sees mpi.h: an MPI library's types and
  * constants differ from those of another one, so it is compiled against the MPI that the job uses. It contains no policy.
  *
- * The core makes one call at a time, with MPI_THREAD_MULTIPLE on any thread. Functions return 0, an MPI error code (positive) or one of the codes below. */
+ * One thread of the core makes all calls. Functions return 0, an MPI error code (positive) or one of the codes below. */
 #ifndef SMD_MPI_PLUGIN_H
 #define SMD_MPI_PLUGIN_H
 

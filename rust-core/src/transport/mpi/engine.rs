@@ -1,17 +1,14 @@
-//! Makes all MPI calls of frames between hosts, one at a time.
+//! The thread that makes all MPI calls.
 //!
 //! ```text
 //!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
-//!   (any thread)   (lock)     (whoever holds the lock of the operations)
+//!   (any thread)   (lock)     (engine's thread)                    (engine's thread too)
 //! ```
 //!
-//! MPI cannot wake a sleeping thread, so somebody has to poll. While a caller waits for frames and receives them itself
-//! ([`Carrier::receives`]), the caller polls: a thread beside it would need a core, which the waiting caller or another
-//! process has. Otherwise the engine's thread polls: continuously while frames move, often while a caller waits
+//! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller waits
 //! ([`Carrier::busy_poll`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -21,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::{Error, Limit, Result};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
 use crate::transport::{POLL_INTERVAL, cores};
-use crate::world::{Monitor, fork};
+use crate::world::Monitor;
 
 /// Number of receives that are always posted.
 const RECV_SLOTS: usize = 16;
@@ -91,23 +88,14 @@ struct Outbox {
     /// Ports whose frame was refused because the queue was full.
     refused: HashSet<PortKey>,
     finish: bool,
-    /// Whether the engine's thread is to look again before it waits.
-    changed: bool,
 }
 
 struct EngineState {
-    /// None before MPI is started, and after it has failed or is finalised. Held while a mailbox makes progress, which
-    /// may send; so whoever may hold a mailbox's lock only tries to take this one.
-    operations: Mutex<Option<MpiOperations>>,
-    /// Why MPI has failed, until the engine's thread reports it.
-    failure: Mutex<Option<Failure>>,
     outbox: Mutex<Outbox>,
     ports: Ports,
     send_buffers: Pool,
     outbox_changed: Condvar,
     waiters: AtomicUsize,
-    /// The number of callers that receive.
-    receivers: AtomicUsize,
     /// The result of `start`, and whether MPI is finalised.
     world: OnceLock<Result<MpiWorld, Failure>>,
     ended: OnceLock<()>,
@@ -124,14 +112,11 @@ impl Engine {
     /// Starts the thread, which initialises MPI; [`Engine::world`] returns the result.
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let shared = Arc::new(EngineState {
-            operations: Mutex::default(),
-            failure: Mutex::default(),
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
             outbox_changed: Condvar::new(),
             waiters: AtomicUsize::new(0),
-            receivers: AtomicUsize::new(0),
             world: OnceLock::new(),
             ended: OnceLock::new(),
             changed: Condvar::new(),
@@ -177,7 +162,7 @@ impl Engine {
     pub(crate) fn finish(&self, monitor: &Monitor, deadline: Instant) {
         let Some(Ok(world)) = self.shared.world.get() else { return };
         self.shared.outbox.lock().finish = true;
-        self.shared.wake_thread();
+        self.shared.outbox_changed.notify_all();
         let mut lock = self.shared.change.lock();
         while self.shared.ended.get().is_none() {
             let failed = (0..world.size).any(|rank| departed(monitor, rank));
@@ -214,29 +199,8 @@ impl Carrier for Engine {
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
         self.shared.outbox.lock().frames.push_back((to, bytes));
-        self.shared.send_now();
-        // Even if MPI has the frame now, somebody must make its progress. A caller that receives does, and also sends
-        // what this thread could not.
-        if self.shared.receivers.load(Ordering::Relaxed) == 0 {
-            self.shared.wake_thread();
-        }
+        self.shared.outbox_changed.notify_one();
         true
-    }
-
-    fn receives(&self, begins: bool) -> bool {
-        if !self.shared.any_thread() {
-            return false;
-        }
-        // The engine's thread takes over after its pause. To wake it would take this thread's core, at each end of a wait.
-        match begins {
-            true => self.shared.receivers.fetch_add(1, Ordering::Relaxed),
-            false => self.shared.receivers.fetch_sub(1, Ordering::Relaxed),
-        };
-        true
-    }
-
-    fn receive(&self) -> bool {
-        self.shared.try_operate(|operations, shared| operations.advance(shared)).unwrap_or(false)
     }
 
     fn busy_poll(&self, waits: bool) {
@@ -244,7 +208,7 @@ impl Carrier for Engine {
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
         } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.shared.wake_thread();
+            self.shared.outbox_changed.notify_one();
         }
     }
 
@@ -279,16 +243,10 @@ impl EngineState {
         if failed {
             return;
         }
-        let ended = match MpiOperations::start(wire, &self.ports) {
-            Ok(operations) => {
-                *self.operations.lock() = Some(operations);
-                self.run()
-            }
-            Err(failure) => Err(failure),
-        };
-        match ended {
-            Ok(mut operations) => {
-                if let Err(Failure(text)) = operations.wire.finish() {
+        let mut slots = Slots::new();
+        match slots.run(self, &mut *wire) {
+            Ok(()) => {
+                if let Err(Failure(text)) = wire.finish() {
                     tracing::debug!("MPI could not be finalized: {text}");
                 }
                 let _ = self.ended.set(());
@@ -296,112 +254,8 @@ impl EngineState {
             }
             Err(Failure(text)) => self.fail(&text),
         }
-    }
-
-    /// Whether any thread may call MPI.
-    fn any_thread(&self) -> bool {
-        matches!(self.world.get(), Some(Ok(world)) if world.any_thread)
-    }
-
-    /// Calls `operate` unless another thread makes MPI calls, or MPI is not to be called (MPI-3). Waits for nothing.
-    fn try_operate<T>(&self, operate: impl FnOnce(&mut MpiOperations, &Self) -> Result<T, Failure>) -> Option<T> {
-        if fork::is_child() || self.ports.somebody_departed() {
-            return None;
-        }
-        let mut guard = self.operations.try_lock()?;
-        let operations = guard.as_mut()?;
-        // A panic concerns all groups, as on the engine's thread, and not only the one of this caller.
-        let mut outcome = None;
-        let panic = Error::of_thread("smd-mpi", || outcome = Some(operate(operations, self)));
-        match outcome.unwrap_or_else(|| Err(Failure(panic.map_or_else(String::new, |error| error.text())))) {
-            Ok(value) => Some(value),
-            Err(failure) => {
-                *self.failure.lock() = Some(failure);
-                *guard = None;
-                drop(guard);
-                self.wake_thread();
-                None
-            }
-        }
-    }
-
-    /// Passes waiting frames to MPI, if this thread may call it now.
-    fn send_now(&self) {
-        if self.any_thread() {
-            let _ = self.try_operate(|operations, shared| operations.send_waiting(shared));
-        }
-    }
-
-    fn wake_thread(&self) {
-        self.outbox.lock().changed = true;
-        self.outbox_changed.notify_one();
-    }
-
-    /// Moves frames until the engine is to stop and all frames are sent. Afterwards, no other thread calls MPI.
-    fn run(&self) -> Result<MpiOperations, Failure> {
-        let spins = if cores() > 2 { SPINS } else { 0 };
-        let mut idle = 0u32;
-        let mut seen = Instant::now();
-        loop {
-            let callers_receive = self.receivers.load(Ordering::Relaxed) > 0;
-            // Beside callers that receive, this thread does not wait for the lock.
-            let guard = match callers_receive {
-                true => self.operations.try_lock(),
-                false => Some(self.operations.lock()),
-            };
-            let (mut moved, mut sending, mut has_room) = (false, true, true);
-            if let Some(mut guard) = guard {
-                let Some(operations) = guard.as_mut() else {
-                    let failure = self.failure.lock().take();
-                    return Err(failure.unwrap_or_else(|| Failure("another thread has ended it".to_owned())));
-                };
-                match operations.advance(self) {
-                    Ok(any) => moved = any,
-                    Err(failure) => {
-                        *guard = None;
-                        return Err(failure);
-                    }
-                }
-                (sending, has_room) = (operations.is_sending(), operations.has_room());
-                let finishes = || {
-                    let outbox = self.outbox.lock();
-                    outbox.finish && outbox.frames.is_empty()
-                };
-                if !sending
-                    && finishes()
-                    && let Some(operations) = guard.take()
-                {
-                    return Ok(operations);
-                }
-            }
-            if moved && !callers_receive {
-                idle = 0;
-                continue;
-            }
-            idle += 1;
-            let busy_poll = !callers_receive && (sending || self.waiters.load(Ordering::Relaxed) > 0);
-            if busy_poll && idle < spins {
-                std::hint::spin_loop();
-                continue;
-            }
-            if busy_poll && idle < spins + YIELDS {
-                std::thread::yield_now();
-                continue;
-            }
-            let mut outbox = self.outbox.lock();
-            if !outbox.changed && (outbox.frames.is_empty() || !has_room || callers_receive) {
-                self.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
-            }
-            outbox.changed = false;
-            drop(outbox);
-            if seen.elapsed() > POLL_INTERVAL {
-                seen = Instant::now();
-                if self.ports.somebody_departed() {
-                    *self.operations.lock() = None;
-                    return Err(Failure("a process of the job has ended".to_owned()));
-                }
-            }
-        }
+        // Memory of operations in flight is leaked, because MPI cannot return it after a failure.
+        std::mem::forget(slots);
     }
 
     /// Ends the waits of this process, unless a departure explains the failure and ends the affected waits.
@@ -420,16 +274,6 @@ impl EngineState {
     }
 }
 
-/// MPI and its operations.
-struct MpiOperations {
-    wire: Box<dyn Wire>,
-    /// Never freed, because MPI cannot return memory of operations in flight after a failure.
-    slots: ManuallyDrop<Slots>,
-    done: Vec<Completed>,
-    /// Ports to notify.
-    touched: HashSet<PortKey>,
-}
-
 /// The buffers of MPI's operations: by slot, receives first.
 ///
 /// Frames of one process stay in order, because MPI matches messages with receives in the order in which both were
@@ -445,85 +289,102 @@ struct Slots {
     free: Vec<usize>,
 }
 
-impl MpiOperations {
-    /// Starts all receives.
-    fn start(wire: Box<dyn Wire>, ports: &Ports) -> Result<Self, Failure> {
-        let slots = Slots {
+impl Slots {
+    fn new() -> Self {
+        Self {
             receives: (0..RECV_SLOTS).map(|_| Vec::new()).collect(),
             started: VecDeque::with_capacity(RECV_SLOTS),
             arrived: [None; RECV_SLOTS],
             sends: (0..MAX_SEND_SLOTS).map(|_| None).collect(),
             free: (0..MAX_SEND_SLOTS).collect(),
-        };
-        let mut operations = Self { wire, slots: ManuallyDrop::new(slots), done: Vec::new(), touched: HashSet::new() };
-        for slot in 0..RECV_SLOTS {
-            operations.receive(slot, ports.buffers.take())?;
         }
-        Ok(operations)
     }
 
-    fn is_sending(&self) -> bool {
-        self.slots.free.len() < self.slots.sends.len()
-    }
-
-    fn has_room(&self) -> bool {
-        !self.slots.free.is_empty()
-    }
-
-    /// Sends waiting frames, and passes on what has arrived; waits for nothing. Returns whether there was anything.
-    fn advance(&mut self, shared: &EngineState) -> Result<bool, Failure> {
-        let mut moved = self.send_waiting(shared)?;
-        self.wire.poll(&mut self.done)?;
-        let slots = &mut *self.slots;
-        for Completed { slot, source, bytes } in self.done.drain(..) {
-            moved = true;
-            if slot < RECV_SLOTS {
-                slots.arrived[slot] = Some((source, bytes));
-            } else if let Some((to, buffer)) = slots.sends[slot - RECV_SLOTS].take() {
-                slots.free.push(slot - RECV_SLOTS);
-                shared.send_buffers.put(buffer);
-                let mut outbox = shared.outbox.lock();
-                outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
-                self.touched.extend(outbox.refused.drain());
+    /// Moves frames until the engine is to stop and all frames are sent.
+    fn run(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<(), Failure> {
+        for slot in 0..RECV_SLOTS {
+            self.receive(slot, shared.ports.buffers.take(), wire)?;
+        }
+        let spins = if cores() > 2 { SPINS } else { 0 };
+        let mut done = Vec::new();
+        let mut touched: HashSet<PortKey> = HashSet::new();
+        let mut idle = 0u32;
+        let mut seen = Instant::now();
+        loop {
+            let mut moved = self.send_waiting(shared, wire)?;
+            wire.poll(&mut done)?;
+            for Completed { slot, source, bytes } in done.drain(..) {
+                moved = true;
+                if slot < RECV_SLOTS {
+                    self.arrived[slot] = Some((source, bytes));
+                } else if let Some((to, buffer)) = self.sends[slot - RECV_SLOTS].take() {
+                    self.free.push(slot - RECV_SLOTS);
+                    shared.send_buffers.put(buffer);
+                    let mut outbox = shared.outbox.lock();
+                    outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
+                    touched.extend(outbox.refused.drain());
+                }
+            }
+            while let Some(slot) = self.started.front().copied()
+                && let Some((source, bytes)) = self.arrived[slot].take()
+            {
+                self.started.pop_front();
+                let frame = std::mem::take(&mut self.receives[slot]);
+                self.receive(slot, shared.ports.buffers.take(), wire)?;
+                touched.extend(shared.ports.take(source, frame, 0, bytes));
+            }
+            shared.ports.progress(touched.drain());
+            if moved {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            let sending = self.free.len() < self.sends.len();
+            let busy_poll = sending || shared.waiters.load(Ordering::Relaxed) > 0;
+            if busy_poll && idle < spins {
+                std::hint::spin_loop();
+                continue;
+            }
+            if busy_poll && idle < spins + YIELDS {
+                std::thread::yield_now();
+                continue;
+            }
+            let mut outbox = shared.outbox.lock();
+            if outbox.finish && outbox.frames.is_empty() && !sending {
+                return Ok(());
+            }
+            if outbox.frames.is_empty() || self.free.is_empty() {
+                shared.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
+            }
+            drop(outbox);
+            if seen.elapsed() > POLL_INTERVAL {
+                seen = Instant::now();
+                if shared.ports.somebody_departed() {
+                    return Err(Failure("a process of the job has ended".to_owned()));
+                }
             }
         }
-        while let Some(slot) = self.slots.started.front().copied()
-            && let Some((source, bytes)) = self.slots.arrived[slot].take()
-        {
-            self.slots.started.pop_front();
-            let frame = std::mem::take(&mut self.slots.receives[slot]);
-            self.receive(slot, shared.ports.buffers.take())?;
-            self.touched.extend(shared.ports.take(source, frame, 0, bytes));
-        }
-        if !self.touched.is_empty() {
-            shared.ports.progress(self.touched.drain());
-            // Mailboxes may have sent frames.
-            self.send_waiting(shared)?;
-        }
-        Ok(moved)
     }
 
-    fn send_waiting(&mut self, shared: &EngineState) -> Result<bool, Failure> {
+    fn send_waiting(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<bool, Failure> {
         let mut moved = false;
-        while let Some(slot) = self.slots.free.last().copied() {
+        while let Some(slot) = self.free.last().copied() {
             let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
-            let slots = &mut *self.slots;
-            slots.free.pop();
-            let (_, data) = slots.sends[slot].insert((to, bytes));
+            self.free.pop();
+            let (_, data) = self.sends[slot].insert((to, bytes));
             // SAFETY: the buffer stays in the slot until MPI reports it as complete; otherwise it is leaked.
-            unsafe { self.wire.send(RECV_SLOTS + slot, data, to)? };
+            unsafe { wire.send(RECV_SLOTS + slot, data, to)? };
             moved = true;
         }
         Ok(moved)
     }
 
-    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>) -> Result<(), Failure> {
+    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>, wire: &mut dyn Wire) -> Result<(), Failure> {
         buffer.resize(FRAME_BYTES, 0);
-        let slots = &mut *self.slots;
-        slots.receives[slot] = buffer;
-        slots.started.push_back(slot);
+        self.receives[slot] = buffer;
+        self.started.push_back(slot);
         // SAFETY: as in `send_waiting`.
-        unsafe { self.wire.recv(slot, &mut slots.receives[slot]) }
+        unsafe { wire.recv(slot, &mut self.receives[slot]) }
     }
 }
 
@@ -585,105 +446,6 @@ pub(crate) mod loopback {
         }
         fn finish(&mut self) -> Result<(), Failure> {
             Ok(())
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicBool;
-
-    use super::*;
-    use crate::transport::Members;
-    use crate::transport::ports::Port;
-
-    const LIMIT: Duration = Duration::from_secs(20);
-
-    /// How a wire ends.
-    #[derive(Clone, Copy)]
-    enum End {
-        Failure,
-        Panic,
-    }
-
-    /// A wire that moves nothing. On a thread other than the engine's, its next poll is its end, which `ended` notes;
-    /// any later call is noted in `called_after`.
-    struct Ending {
-        end: End,
-        engine: Option<std::thread::ThreadId>,
-        ended: Arc<AtomicBool>,
-        called_after: Arc<AtomicBool>,
-    }
-
-    impl Ending {
-        fn note(&self) {
-            if self.ended.load(Ordering::SeqCst) {
-                self.called_after.store(true, Ordering::SeqCst);
-            }
-        }
-    }
-
-    impl Wire for Ending {
-        fn init(&mut self) -> Result<bool, Failure> {
-            Ok(true)
-        }
-        fn start(&mut self, _num_slots: usize) -> Result<MpiWorld, Failure> {
-            self.engine = Some(std::thread::current().id());
-            Ok(MpiWorld { rank: 0, size: 2, any_thread: true, library: "ending".into() })
-        }
-        unsafe fn send(&mut self, _slot: usize, _data: &[u8], _to: usize) -> Result<(), Failure> {
-            self.note();
-            Ok(())
-        }
-        unsafe fn recv(&mut self, _slot: usize, _data: &mut [u8]) -> Result<(), Failure> {
-            self.note();
-            Ok(())
-        }
-        fn poll(&mut self, _done: &mut Vec<Completed>) -> Result<(), Failure> {
-            self.note();
-            if self.engine == Some(std::thread::current().id()) {
-                return Ok(());
-            }
-            self.ended.store(true, Ordering::SeqCst);
-            match self.end {
-                End::Failure => Err(Failure("the wire broke".to_owned())),
-                End::Panic => panic!("the wire broke"),
-            }
-        }
-        fn finish(&mut self) -> Result<(), Failure> {
-            self.note();
-            Ok(())
-        }
-    }
-
-    #[test]
-    #[cfg_attr(miri, ignore)]
-    fn an_end_in_a_callers_hands_ends_all_waits_and_all_calls() {
-        for end in [End::Failure, End::Panic] {
-            let (ended, called_after) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-            let wire = Ending { end, engine: None, ended: ended.clone(), called_after: called_after.clone() };
-            let engine = Engine::start(Box::new(wire)).unwrap();
-            let monitor = Arc::new(Monitor::new(0));
-            engine.world(2, &monitor, Instant::now() + LIMIT).unwrap();
-            let carrier: Arc<dyn Carrier> = engine.clone();
-            let members = Members { ranks: [0, 1].into(), me: 0 };
-            let _port = Port::open(&carrier, 7, &members, [0, 1].into(), monitor.clone());
-            assert!(engine.receives(true));
-            let start = Instant::now();
-            while !ended.load(Ordering::SeqCst) && start.elapsed() < LIMIT {
-                // The engine's thread may make MPI calls at the moment.
-                engine.receive();
-            }
-            while monitor.check(&[0, 1], "waiting").is_ok() && start.elapsed() < LIMIT {
-                assert!(!engine.receive());
-                // Refused when the queue is full.
-                let _ = engine.send((7, 0), 1, &[0; PREFIX_BYTES], &[1, 2, 3]);
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            engine.receives(false);
-            let text = monitor.check(&[0, 1], "waiting").unwrap_err().to_string();
-            assert!(text.contains("MPI failed") && text.contains("the wire broke"), "{text}");
-            assert!(!called_after.load(Ordering::SeqCst), "MPI was called afterwards");
         }
     }
 }

@@ -1,11 +1,11 @@
 //! MPI between hosts. Only a plug-in ([`plugin`]) uses an MPI library directly. It is compiled against the job's MPI
-//! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One [`engine`] makes all MPI
-//! calls, for all groups of the process.
+//! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One thread ([`engine`])
+//! makes all MPI calls, for all groups of the process.
 //!
 //! - MPI-1: MPI accesses only memory of the engine, one frame for each message. So a message can be cancelled at any
 //!   time, which MPI does not support for memory that was passed to it.
-//! - MPI-2: only the engine's thread waits inside of MPI: to start and to finalise it. All other calls start or test
-//!   operations, which MPI defines as local. So waits keep their deadlines and notice departures.
+//! - MPI-2: only the engine's thread waits inside of MPI. So waits keep their deadlines and notice departures,
+//!   whatever MPI does.
 //! - MPI-3: after a process of the job has died or failed, MPI is not called any more, because its standard does not
 //!   define that state. So every wait of a group on several hosts ends with that departure, even if the process is
 //!   not a member; groups on one host continue.
