@@ -132,8 +132,8 @@ impl MemberMemory {
         Ok(())
     }
 
-    /// Whether peers can read these bytes of this process: where the system reads for nobody, as from secret memory
-    /// (`memfd_secret(2)`), this process's own read fails, too. The first and the last byte stand for all.
+    /// Whether peers can read these bytes of this process. The kernel refuses `process_vm_readv` on some memory, such as
+    /// that of `memfd_secret(2)`, also to the process itself, so this process tries to read the first and the last byte.
     pub(crate) fn is_readable(&self, from: *const u8, bytes: usize) -> bool {
         let mut byte = 0;
         [0, bytes.saturating_sub(1)].into_iter().all(|at| {

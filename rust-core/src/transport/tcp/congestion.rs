@@ -23,8 +23,8 @@ const SHORT_DELAY: Duration = Duration::from_millis(1);
 /// Replacements, best first. Every system has the last one.
 const WITHOUT_PACING: [&str; 2] = ["cubic", "reno"];
 
-/// Which congestion control a process uses for what it sends. A connection carries data in one direction only, and the
-/// sender's choice counts.
+/// The congestion control of the TCP connections on which this process sends. Each connection carries data in one
+/// direction only, so the receiver's congestion control does not matter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum CongestionControl {
     /// The system's.
