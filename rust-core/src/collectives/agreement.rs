@@ -2,18 +2,18 @@
 //! (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
-use super::{Group, Window};
+use super::call_exchange::{decode, encode};
+use super::{Group, Window, call_exchange};
 use crate::buffer::DType;
 use crate::buffer::ReduceOp;
 use crate::error::{Error, Result};
+use crate::transport::Tag;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::SharedMemory;
 use crate::transport::shm::layout::{ARENA_BYTES, CALL_WORDS, MESSAGE_BYTES};
-use crate::transport::{Message, Tag, wait_all};
 
-/// Tags of the messages inside collectives. Tags of [`super::Request::Send`] have 32 bits, so the two ranges are
+/// Tag of the messages of a collective's data. Tags of [`super::Request::Send`] have 32 bits, so the two ranges are
 /// disjoint.
-pub(crate) const TAG_CALL: Tag = 1 << 40;
 pub(crate) const TAG_DATA: Tag = 2 << 40;
 
 /// Turns a failed agreement into an error.
@@ -176,36 +176,70 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
 /// As above, for groups without memory that all members share.
 pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()> {
     match group.hosts {
-        Some(hosts) => agree_on_hosts(hosts, call, group),
+        Some(hosts) => agree_on_hosts(hosts, call, group, None).map(drop),
         None => {
             let me = group.members.me;
             let members: Vec<usize> = (0..group.members.size()).collect();
-            let result = agree_in_tree(&members, me, vec![(me, call.clone())], group)?;
+            let result = call_exchange::agree(&members, me, vec![(me, call.clone())], group)?;
             check_agreement(result, call, group)
         }
     }
 }
 
+/// Values that travel with the calls of members on several hosts.
+pub(crate) struct TravellingValues<'a> {
+    pub(crate) own: &'a [u8],
+    /// Makes the result from the values of all members, on one member of each host.
+    pub(crate) combine: &'a dyn Fn(&[Vec<u8>]) -> Vec<u8>,
+}
+
+/// Whether as many bytes of each member may travel with their calls: no more than a network moves in the time of the
+/// two messages that this saves, some 25 us. Also bounds what each host receives.
+pub(crate) fn may_travel(bytes: usize, hosts: &Hosts, group: &Group<'_>) -> bool {
+    const MAX_BYTES: usize = 128 << 10;
+    call_exchange::is_direct(hosts.map.num_hosts()) && bytes.saturating_mul(group.members.size()) <= MAX_BYTES
+}
+
+/// As [`agree_without_memory`]; also combines the values of all members. Returns the result on each of them.
+pub(crate) fn agree_and_combine(call: &Call, values: &TravellingValues<'_>, group: &Group<'_>) -> Result<Vec<u8>> {
+    agree_on_hosts(group.several_hosts(), call, group, Some(values))
+}
+
 /// Members of a host compare their calls in shared memory first, and one of them represents the host. The offset of a
 /// member's window range stays readable there, at the phase before the current one, until the next arrival.
-fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>) -> Result<()> {
+fn agree_on_hosts(
+    hosts: &Hosts,
+    call: &Call,
+    group: &Group<'_>,
+    values: Option<&TravellingValues<'_>>,
+) -> Result<Vec<u8>> {
     let Hosts { map, memory } = hosts;
     let here = map.members_of(map.host_of(group.members.me));
     publish(memory, call, 0);
     // The shared memory has rows for the members of this host only.
-    put(memory, NOTE_CALL, &encode(call)?);
+    put(memory, NOTE_CALL, &encode(call)?, values.map_or(&[], |values| values.own));
     memory.sync(&group.wait)?;
     if memory.me() == 0 {
-        let calls = (here.iter().enumerate())
-            .map(|(position, member)| Ok((*member, decode(&get(memory, position, NOTE_CALL), group, *member)?)))
-            .collect::<Result<_>>()?;
+        let notes: Vec<_> = (0..here.len()).map(|position| get(memory, position, NOTE_CALL)).collect();
+        let calls = (here.iter().zip(&notes))
+            .map(|(member, (call, _))| Ok((*member, decode(call, group, *member)?)))
+            .collect::<Result<Vec<_>>>()?;
         let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
-        let result = agree_in_tree(&leaders, map.host_of(group.members.me), calls, group)?;
-        put(memory, NOTE_RESULT, &encode(&result)?);
+        let host = map.host_of(group.members.me);
+        let (agreement, combined) = if call_exchange::is_direct(leaders.len()) {
+            let own: Vec<&[u8]> = notes.iter().map(|(_, values)| &values[..]).collect();
+            let (agreement, all) = call_exchange::exchange(&leaders, host, &calls, &own, group)?;
+            let combine = values.filter(|_| agreement == CallAgreement::Agreed);
+            (agreement, combine.map_or_else(Vec::new, |values| (values.combine)(&all)))
+        } else {
+            (call_exchange::agree(&leaders, host, calls, group)?, Vec::new())
+        };
+        put(memory, NOTE_RESULT, &encode(&agreement)?, &combined);
     }
     memory.sync(&group.wait)?;
-    let result = decode(&get(memory, 0, NOTE_RESULT), group, here[0])?;
-    check_agreement(result, call, group)
+    let (agreement, combined) = get(memory, 0, NOTE_RESULT);
+    check_agreement(decode(&agreement, group, here[0])?, call, group)?;
+    Ok(combined)
 }
 
 /// The calls and results of the comparison lie in the results area, which a group on several hosts does not use
@@ -215,104 +249,34 @@ const NOTE_CALL: usize = 0;
 const NOTE_RESULT: usize = NOTE_BYTES;
 const NOTE_BYTES: usize = ARENA_BYTES / 2;
 
-fn put(memory: &SharedMemory, note: usize, bytes: &[u8]) {
-    let length = bytes.len().min(NOTE_BYTES - 8);
+/// Writes a description and values.
+fn put(memory: &SharedMemory, note: usize, described: &[u8], values: &[u8]) {
     let place = memory.results(memory.me(), note);
-    // SAFETY: the place has NOTE_BYTES bytes, aligned; no code reads it now.
-    unsafe {
-        place.cast::<u64>().write(length as u64);
-        std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(8), length);
-    }
-}
-
-fn get(memory: &SharedMemory, rank: usize, note: usize) -> Vec<u8> {
-    let place = memory.results(rank, note);
-    // SAFETY: the place has NOTE_BYTES bytes, aligned; the length is checked before it is used.
-    unsafe {
-        let length = (place.cast::<u64>().read_volatile() as usize).min(NOTE_BYTES - 8);
-        let mut bytes = vec![0; length];
-        std::ptr::copy_nonoverlapping(place.add(8), bytes.as_mut_ptr(), length);
-        bytes
-    }
-}
-
-/// Compares by messages: calls go up a binomial tree of `nodes` to the first one, and the result comes back down.
-/// Each node receives from and sends to at most log2(n) others. This member is the node at `me`; `calls` are those of
-/// the members that it represents.
-fn agree_in_tree(
-    nodes: &[usize],
-    me: usize,
-    mut calls: Vec<(usize, Call)>,
-    group: &Group<'_>,
-) -> Result<CallAgreement> {
-    let size = nodes.len();
-    // The subtree of `me` is `me .. me + lowest set bit`; the children are at the powers of two below that bit.
-    let reach = if me == 0 { size.next_power_of_two() } else { 1 << me.trailing_zeros() };
-    let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
-    for step in children() {
-        let child = nodes[me + step];
-        let below: Vec<(usize, Call)> = decode(&receive(group, child)?, group, child)?;
-        calls.extend(below);
-    }
-    let result = if me == 0 {
-        calls.sort_by_key(|(member, _)| *member);
-        let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
-        if calls.len() != group.members.size() {
-            return Err(Error::Internal(format!("got {} calls of {} members", calls.len(), group.members.size())));
+    let mut at = 0;
+    for bytes in [described, values] {
+        let length = bytes.len().min(NOTE_BYTES.saturating_sub(at + 8));
+        // SAFETY: the place has NOTE_BYTES bytes; no code reads it now.
+        unsafe {
+            place.add(at).cast::<u64>().write_unaligned(length as u64);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(at + 8), length);
         }
-        compare(&calls, &group.members.ranks)
-    } else {
-        let parent = nodes[me - reach];
-        send(group, parent, &encode(&calls)?)?;
-        decode(&receive(group, parent)?, group, parent)?
-    };
-    let bytes = encode(&result)?;
-    for step in children() {
-        send(group, nodes[me + step], &bytes)?;
+        at += 8 + length;
     }
-    Ok(result)
 }
 
-fn encode<T: serde::Serialize>(value: &T) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be serialized: {error}")))
-}
-
-fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from: usize) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|error| {
-        Error::Internal(format!("rank {} sent a call that cannot be read: {error}", group.members.ranks[from]))
-    })
-}
-
-/// Sends the length first, because the receiver does not know how long a call is.
-fn send(group: &Group<'_>, to: usize, bytes: &[u8]) -> Result<()> {
-    let length = (bytes.len() as u64).to_le_bytes();
-    // SAFETY: both live until `wait_all` has returned, which ends the messages.
-    let messages: [Message; 2] = unsafe {
-        [
-            group.transport.post_send(to, TAG_CALL, length.as_ptr(), length.len()),
-            group.transport.post_send(to, TAG_CALL, bytes.as_ptr(), bytes.len()),
-        ]
+/// Reads what [`put`] has written.
+fn get(memory: &SharedMemory, rank: usize, note: usize) -> (Vec<u8>, Vec<u8>) {
+    let place = memory.results(rank, note);
+    let mut at = 0;
+    let mut read = || {
+        // SAFETY: the place has NOTE_BYTES bytes; the length is checked before it is used.
+        unsafe {
+            let length = place.add(at).cast::<u64>().read_unaligned() as usize;
+            let mut bytes = vec![0; length.min(NOTE_BYTES.saturating_sub(at + 16))];
+            std::ptr::copy_nonoverlapping(place.add(at + 8), bytes.as_mut_ptr(), bytes.len());
+            at += 8 + bytes.len();
+            bytes
+        }
     };
-    wait_all(group.transport, &messages, &group.wait)
-}
-
-fn receive(group: &Group<'_>, from: usize) -> Result<Vec<u8>> {
-    let mut length = [0; 8];
-    // SAFETY: the buffer lives until `wait_all` has returned, which ends the message.
-    let message = unsafe { group.transport.post_recv(Some(from), TAG_CALL, length.as_mut_ptr(), length.len()) };
-    wait_all(group.transport, &[message], &group.wait)?;
-    let length = u64::from_le_bytes(length);
-    // A call has a few words for each member, and is sent together with those of its subtree.
-    let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) as u64;
-    if length > limit {
-        return Err(Error::Internal(format!(
-            "rank {} announced a call of {length} bytes, the limit is {limit}",
-            group.members.ranks[from]
-        )));
-    }
-    let mut bytes = vec![0; length as usize];
-    // SAFETY: as above.
-    let message = unsafe { group.transport.post_recv(Some(from), TAG_CALL, bytes.as_mut_ptr(), bytes.len()) };
-    wait_all(group.transport, &[message], &group.wait)?;
-    Ok(bytes)
+    (read(), read())
 }

@@ -22,6 +22,7 @@ mod agreement;
 mod algorithms;
 mod batch;
 mod call;
+mod call_exchange;
 pub mod communicator;
 mod cuda;
 mod depth;

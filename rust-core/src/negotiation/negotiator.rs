@@ -23,7 +23,7 @@ use super::{Gradients, OtherWaits, affinity};
 use crate::buffer::Device;
 use crate::collectives::{Communicator, Done, Request, views};
 use crate::error::{Error, Result};
-use crate::transport::{Backoff, Members, POLL_INTERVAL, Transport, cores};
+use crate::transport::{Members, MessagePause, POLL_INTERVAL, Transport};
 use crate::world::Monitor;
 
 /// Creates the communicator that only the negotiation uses. Collective.
@@ -414,9 +414,7 @@ impl NamedHandle {
     fn drive_in_turn(&self, transport: &dyn Transport) -> bool {
         let shared = &*self.shared;
         let end = Instant::now() + DRIVE_TIME;
-        let members = transport.members().size();
-        let new_wait = || Backoff::new(members, members <= cores());
-        let mut backoff = new_wait();
+        let mut pause = MessagePause::new(transport);
         loop {
             let seen = transport.doorbell();
             // After `drive` has counted this caller; see where it is stored.
@@ -435,10 +433,10 @@ impl NamedHandle {
                 None => None,
             };
             match turn {
-                Some(Ok((true, _))) => backoff = new_wait(),
+                Some(Ok((true, _))) => pause.restart(),
                 // The thread that executes the operation completes it.
                 Some(Ok((false, false))) => return self.is_complete.load(Ordering::Acquire),
-                Some(Ok((false, true))) if backoff.pause(|| false) => {}
+                Some(Ok((false, true))) if pause.pause() => {}
                 Some(Ok((false, true))) => transport.wait_doorbell(seen, POLL_INTERVAL),
                 Some(Err(error)) => {
                     let _ = shared.failure.set(error);

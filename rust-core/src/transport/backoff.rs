@@ -91,6 +91,8 @@ pub(crate) struct Backoff {
     yields_since: Option<Instant>,
     /// Whether the group has more members on this host than there are cores.
     is_crowded: bool,
+    /// Whether something will wake this thread if it sleeps.
+    is_woken: bool,
     times: &'static WaitTimes,
 }
 
@@ -99,7 +101,13 @@ impl Backoff {
     pub(crate) fn new(members: usize, may_spin: bool) -> Self {
         // A multiple, so that the first spin checks the cores.
         let spins = if may_spin { wake_up::spins().next_multiple_of(SPINS_PER_CORE_CHECK) } else { 0 };
-        Self { spins, yields_since: None, is_crowded: members > cores(), times: WaitTimes::get() }
+        Self { spins, yields_since: None, is_crowded: members > cores(), is_woken: true, times: WaitTimes::get() }
+    }
+
+    /// The pauses of a thread that polls because nothing would wake it: it yields also where waits sleep at once.
+    pub(super) fn of_polling_thread() -> Self {
+        // Others may wait for it on this core, unless there are enough of them.
+        Self { is_woken: false, ..Self::new(1, cores() > 2) }
     }
 
     /// Whether it is not yet time to sleep.
@@ -122,14 +130,14 @@ impl Backoff {
         } else {
             let start = Instant::now();
             if start.saturating_duration_since(*self.yields_since.get_or_insert(start)) >= self.times.yielding
-                || process_ms(start) < SLEEPS_UNTIL.load(Ordering::Relaxed)
+                || (self.is_woken && process_ms(start) < SLEEPS_UNTIL.load(Ordering::Relaxed))
             {
                 return false;
             }
             std::thread::yield_now();
             let end = Instant::now();
             let long = if self.is_crowded { self.times.long_crowded_yield } else { self.times.long_yield };
-            if end.saturating_duration_since(start) >= long {
+            if self.is_woken && end.saturating_duration_since(start) >= long {
                 SLEEPS_UNTIL.store(process_ms(end) + self.times.sleeping_ms, Ordering::Relaxed);
             }
             true

@@ -251,7 +251,7 @@ impl Link for HostsLink {
     }
 
     fn wait_doorbell(&self, seen: u32, limit: Duration) {
-        let _busy_poll = self.remote.busy_poll();
+        let _awaits_thread = self.remote.await_thread();
         self.rings.wait_doorbell(seen, limit);
     }
 
@@ -290,7 +290,7 @@ impl Transport for HostsTransport {
     }
 
     fn receiver(&self) -> Option<Receiver<'_>> {
-        Receiver::begin(&*self.carrier)
+        Some(Receiver::begin(&*self.carrier))
     }
 }
 

@@ -171,7 +171,7 @@ pub trait Transport: Send + Sync {
     fn hosts(&self) -> Option<&hosts::Hosts> {
         None
     }
-    /// Lets the caller receive what arrives from other hosts while it waits, if the transport allows it.
+    /// Receives what arrives from other hosts, if there are any, while the caller waits awake.
     fn receiver(&self) -> Option<Receiver<'_>> {
         None
     }
@@ -235,7 +235,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
 }
 
 /// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller
-/// reads the connections and yields between reads. It does not spin: a message between hosts takes longer than a yield,
+/// reads the connections, or lets the carrier's thread poll, and yields in between. It does not spin: a message between hosts takes longer than a yield,
 /// and the sender may share this core, which the members of this host do not show.
 pub(crate) struct MessagePause<'a> {
     transport: &'a dyn Transport,
@@ -245,14 +245,23 @@ pub(crate) struct MessagePause<'a> {
 
 impl<'a> MessagePause<'a> {
     pub(crate) fn new(transport: &'a dyn Transport) -> Self {
+        Self { transport, backoff: Self::backoff(transport), receiver: None }
+    }
+
+    /// Begins a new wait, because what was awaited has come. The caller goes on receiving: to let the carrier's thread
+    /// receive in between would wake it.
+    pub(crate) fn restart(&mut self) {
+        self.backoff = Self::backoff(self.transport);
+    }
+
+    fn backoff(transport: &dyn Transport) -> Backoff {
         // The peers' cores are not known, so spin only if every process has a core of its own.
         let members = transport.members().size();
-        let backoff = match transport.hosts() {
+        match transport.hosts() {
             // How many members are on this host does not show how many of the awaited ones are.
             Some(_) => Backoff::new(1, false),
             None => Backoff::new(members, members <= cores()),
-        };
-        Self { transport, backoff, receiver: None }
+        }
     }
 
     /// Waits briefly without sleeping; returns false when it is time to sleep.

@@ -43,9 +43,9 @@ pub(crate) trait Carrier: Send + Sync {
     /// Takes the frame of `prefix` and `payload` for process `to`; never waits. Returns false, without taking it, if
     /// there is no space; the port `from` is then notified ([`MailboxProgress`]) when there is.
     fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool;
-    /// A caller begins or ends to wait for frames; used by carriers that must poll.
-    fn busy_poll(&self, waits: bool);
-    /// A caller begins or ends to wait for frames and to receive them by [`Carrier::receive`], so that the carrier's
+    /// A caller begins or ends to wait for frames that the carrier's thread receives, usually asleep.
+    fn await_thread(&self, waits: bool);
+    /// A caller begins or stops to wait for frames and to receive them by [`Carrier::receive`], so that the carrier's
     /// thread need not be woken for them. Returns false if this carrier only receives by its thread.
     fn receives(&self, _begins: bool) -> bool {
         false
@@ -374,39 +374,52 @@ impl Port {
     }
 
     /// While the guard lives, a caller waits for frames.
-    pub(super) fn busy_poll(&self) -> BusyPoll<'_> {
-        self.carrier.busy_poll(true);
-        BusyPoll(&*self.carrier)
+    pub(super) fn await_thread(&self) -> AwaitsThread<'_> {
+        AwaitsThread::begin(&*self.carrier)
     }
 }
 
-/// While it lives, the caller receives what arrives from other hosts, instead of the carrier's thread.
-pub struct Receiver<'a>(&'a dyn Carrier);
+/// While it lives, a caller waits for frames, awake: it receives what arrives from other hosts instead of the carrier's
+/// thread, or that thread polls for it.
+pub struct Receiver<'a> {
+    carrier: &'a dyn Carrier,
+    /// The carrier only receives by its thread.
+    by_thread: Option<AwaitsThread<'a>>,
+}
 
 impl<'a> Receiver<'a> {
-    /// Returns none if the carrier only receives by its thread.
-    pub(super) fn begin(carrier: &'a dyn Carrier) -> Option<Self> {
-        carrier.receives(true).then_some(Self(carrier))
+    pub(super) fn begin(carrier: &'a dyn Carrier) -> Self {
+        let by_thread = (!carrier.receives(true)).then(|| AwaitsThread::begin(carrier));
+        Self { carrier, by_thread }
     }
 
     /// Receives what has arrived, without waiting; returns whether there was anything.
     pub fn receive(&self) -> bool {
-        self.0.receive()
+        self.by_thread.is_none() && self.carrier.receive()
     }
 }
 
 impl Drop for Receiver<'_> {
     fn drop(&mut self) {
-        self.0.receives(false);
+        if self.by_thread.is_none() {
+            self.carrier.receives(false);
+        }
     }
 }
 
-/// See [`Port::busy_poll`].
-pub(super) struct BusyPoll<'a>(&'a dyn Carrier);
+/// While it lives, a caller waits for frames that the carrier's thread receives.
+pub(super) struct AwaitsThread<'a>(&'a dyn Carrier);
 
-impl Drop for BusyPoll<'_> {
+impl<'a> AwaitsThread<'a> {
+    fn begin(carrier: &'a dyn Carrier) -> Self {
+        carrier.await_thread(true);
+        Self(carrier)
+    }
+}
+
+impl Drop for AwaitsThread<'_> {
     fn drop(&mut self) {
-        self.0.busy_poll(false);
+        self.0.await_thread(false);
     }
 }
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller waits
-//! ([`Carrier::busy_poll`]), and rarely otherwise.
+//! ([`Carrier::await_thread`]), and rarely otherwise.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Limit, Result};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
-use crate::transport::{POLL_INTERVAL, cores};
+use crate::transport::{Backoff, POLL_INTERVAL};
 use crate::world::Monitor;
 
 /// Number of receives that are always posted.
@@ -28,9 +28,6 @@ const MAX_SEND_SLOTS: usize = 256;
 /// Polling intervals while a caller waits, and otherwise.
 const SHORT_PAUSE: Duration = Duration::from_micros(30);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
-/// Number of polls before the first pause: without yielding if there is a core for this thread, and with yielding.
-const SPINS: u32 = 2000;
-const YIELDS: u32 = 20;
 
 /// How long to wait after a failure of MPI for the report of a death that explains it.
 const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -203,7 +200,7 @@ impl Carrier for Engine {
         true
     }
 
-    fn busy_poll(&self, waits: bool) {
+    fn await_thread(&self, waits: bool) {
         let waiters = &self.shared.waiters;
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
@@ -305,10 +302,9 @@ impl Slots {
         for slot in 0..RECV_SLOTS {
             self.receive(slot, shared.ports.buffers.take(), wire)?;
         }
-        let spins = if cores() > 2 { SPINS } else { 0 };
+        let mut pause = Backoff::of_polling_thread();
         let mut done = Vec::new();
         let mut touched: HashSet<PortKey> = HashSet::new();
-        let mut idle = 0u32;
         let mut seen = Instant::now();
         loop {
             let mut moved = self.send_waiting(shared, wire)?;
@@ -335,18 +331,12 @@ impl Slots {
             }
             shared.ports.progress(touched.drain());
             if moved {
-                idle = 0;
+                pause = Backoff::of_polling_thread();
                 continue;
             }
-            idle += 1;
             let sending = self.free.len() < self.sends.len();
             let busy_poll = sending || shared.waiters.load(Ordering::Relaxed) > 0;
-            if busy_poll && idle < spins {
-                std::hint::spin_loop();
-                continue;
-            }
-            if busy_poll && idle < spins + YIELDS {
-                std::thread::yield_now();
+            if busy_poll && pause.pause(|| false) {
                 continue;
             }
             let mut outbox = shared.outbox.lock();

@@ -1,7 +1,7 @@
 //! An incoming connection: the other process proves the job's secret, names its rank, and then sends frames. This
 //! side is the handshake's server.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSliceMut, Read, Write};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -149,8 +149,13 @@ impl InboundConnection {
         while read < READ_BATCH {
             let (outcome, room) = match &mut reader.direct {
                 Some(direct) => {
-                    let room = direct.bytes - direct.filled;
-                    (direct.read(&mut self.stream), room)
+                    // Also the start of the next frame: otherwise a read that ends with this one leaves open whether
+                    // the system has more.
+                    let ahead = &mut reader.buffer[..FIRST_BYTES];
+                    let missing = direct.bytes - direct.filled;
+                    let outcome = direct.read(&mut self.stream, ahead);
+                    reader.filled = outcome.as_ref().map_or(0, |count| count.saturating_sub(missing));
+                    (outcome, missing + FIRST_BYTES)
                 }
                 None => {
                     let room = reader.room(spare);
@@ -220,12 +225,13 @@ struct DirectFrame {
 }
 
 impl DirectFrame {
-    fn read(&mut self, source: &mut impl Read) -> std::io::Result<usize> {
+    /// Reads the body, and what follows it to `ahead`; returns the number of bytes of both.
+    fn read(&mut self, source: &mut impl Read, ahead: &mut [u8]) -> std::io::Result<usize> {
         let Self { receive, tag, bytes, filled, tagged, .. } = self;
         let mut outcome = Err(ErrorKind::WouldBlock.into());
         receive.fill(|memory| {
-            outcome = source.read(&mut memory[*filled..]);
-            *filled += outcome.as_ref().map_or(0, |count| *count);
+            outcome = source.read_vectored(&mut [IoSliceMut::new(&mut memory[*filled..]), IoSliceMut::new(ahead)]);
+            *filled += outcome.as_ref().map_or(0, |count| *count).min(*bytes - *filled);
             let until = if *filled == *bytes { *bytes } else { *filled / TAGGED_BYTES * TAGGED_BYTES };
             if until > *tagged {
                 tag.update(&memory[*tagged..until]);
@@ -267,7 +273,7 @@ impl Reader {
         let tag = self.verifier.begin_tag(header, head);
         let mut direct = DirectFrame { header: *header, receive, tag, bytes, filled: 0, tagged: 0 };
         // An incomplete frame is shorter than its memory, and reading from memory does not fail.
-        let _ = direct.read(&mut begun);
+        let _ = direct.read(&mut begun, &mut []);
         self.direct = Some(Box::new(direct));
         (self.start, self.filled, self.expected, self.sought) = (0, 0, None, false);
     }
@@ -376,7 +382,7 @@ mod tests {
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
             let count = match &mut reader.direct {
-                Some(direct) => direct.read(&mut &rest[..piece.min(rest.len())]).expect("memory can be read"),
+                Some(direct) => direct.read(&mut &rest[..piece.min(rest.len())], &mut []).expect("memory can be read"),
                 None => {
                     let room = reader.room(&spare);
                     let count = room.len().min(rest.len()).min(piece);

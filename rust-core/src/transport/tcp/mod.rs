@@ -154,14 +154,14 @@ impl TcpState {
             let limit = {
                 let mut service = self.service.lock();
                 let Some(service) = service.as_mut() else { return };
-                if !service.serve_all(self) {
+                if !service.serve_all(self.gate.callers_receive(), self) {
                     return;
                 }
                 self.has_more.store(service.has_more(), Ordering::SeqCst);
                 service.limit()
             };
-            // Stored before this question, so that the last receiver rings the bell if it leaves after the answer.
-            let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.has_receivers();
+            // Stored before this question, so that a caller that begins to sleep after the answer rings the bell.
+            let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.callers_receive();
             if let Err(error) = self.gate.wait(if has_more { Some(Duration::ZERO) } else { limit }) {
                 monitor.close(&format!(
                     "connections from other hosts are not served any more: {}",
@@ -267,13 +267,17 @@ impl Carrier for Network {
         }
     }
 
-    /// The system wakes the thread when data arrives.
-    fn busy_poll(&self, _waits: bool) {}
+    fn await_thread(&self, waits: bool) {
+        self.shared.gate.await_thread(waits);
+        if waits && self.shared.has_more.load(Ordering::SeqCst) {
+            self.shared.gate.ring();
+        }
+    }
 
     fn receives(&self, begins: bool) -> bool {
         match begins {
             true => self.shared.gate.enter(),
-            false => self.shared.gate.leave(|| !self.shared.has_more.load(Ordering::SeqCst)),
+            false => self.shared.gate.leave(),
         }
         true
     }

@@ -103,14 +103,20 @@ impl Service {
         })
     }
 
-    /// One round of the thread: everything that can be done now. Returns false once it is told to stop.
-    pub(super) fn serve_all(&mut self, shared: &TcpState) -> bool {
+    /// One round of the thread: everything that can be done now. Returns false once it is told to stop. Frames are left to
+    /// callers if they receive.
+    pub(super) fn serve_all(&mut self, callers_receive: bool, shared: &TcpState) -> bool {
         let ready = self.poll_connections();
         if !self.answer_calls(shared) {
             return false;
         }
         for token in ready {
-            self.serve(token, ReadExtent::Batch, shared);
+            match self.connections.get(&token) {
+                Some(TcpConnection::Inbound(inbound)) if callers_receive && inbound.rank.is_some() => {
+                    self.again.push(token);
+                }
+                _ => self.serve(token, ReadExtent::Batch, shared),
+            }
         }
         let now = Instant::now();
         if self.accept_at.is_some_and(|at| at <= now) {

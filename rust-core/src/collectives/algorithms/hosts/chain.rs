@@ -201,7 +201,7 @@ impl<'a> ChannelOwner<'a> {
                 return Ok(());
             }
             if moved {
-                pause = MessagePause::new(transport);
+                pause.restart();
                 continue;
             }
             if pause.pause() {

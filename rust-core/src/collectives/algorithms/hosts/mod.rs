@@ -14,6 +14,7 @@ use crate::transport::hosts::Hosts;
 use crate::transport::shm::layout::ARENA_BYTES;
 
 mod chain;
+mod small;
 mod spread;
 
 pub(super) use spread::Spread;
@@ -33,6 +34,11 @@ impl Algorithm for Reduction {
     }
 
     fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
+        if let Request::AllReduce { input, output, op } = request
+            && agreement::may_travel(input.bytes(), group.several_hosts(), group)
+        {
+            return small::all_reduce(input, output, *op, call, group);
+        }
         agreement::agree_without_memory(call, group)?;
         match request {
             Request::AllReduce { input, output, op } => {

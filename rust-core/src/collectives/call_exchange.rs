@@ -1,0 +1,194 @@
+//! The messages of an agreement between hosts: nodes tell each other the calls of the members that they represent.
+
+use super::Group;
+use super::call::{Call, CallAgreement, compare};
+use crate::error::{Error, Result};
+use crate::transport::{Message, Tag, Transport, wait_all};
+
+/// Tags of the messages inside collectives. Tags of [`super::Request::Send`] have 32 bits, so the two ranges are
+/// disjoint.
+const TAG_CALL: Tag = 1 << 40;
+/// Up to this many nodes, each sends to each other, so all know all calls after the time of one message. In a tree, they
+/// do after that of two for each level, but no node sends more than a few.
+const MAX_DIRECT_NODES: usize = 8;
+/// The first message between two nodes has this length, so that its receive can be posted; what has no room in it
+/// follows in a second one. Enough for a few members' calls.
+const HEAD_BYTES: usize = 512;
+const HEAD_ROOM: usize = HEAD_BYTES - 8;
+/// The longest values that [`exchange`] takes.
+pub(super) const MAX_VALUES: usize = 1 << 18;
+
+/// Whether nodes may send values with their calls ([`exchange`]).
+pub(super) fn is_direct(nodes: usize) -> bool {
+    nodes <= MAX_DIRECT_NODES
+}
+
+/// Compares the calls of all members. This member is the node at `me`; `calls` are those of the members that it
+/// represents.
+pub(super) fn agree(nodes: &[usize], me: usize, calls: Vec<(usize, Call)>, group: &Group<'_>) -> Result<CallAgreement> {
+    if is_direct(nodes.len()) {
+        let values = vec![&[][..]; calls.len()];
+        return Ok(exchange(nodes, me, &calls, &values, group)?.0);
+    }
+    agree_in_tree(nodes, me, calls, group)
+}
+
+/// Compares the calls of all members, and returns the values of each of them. `calls` and `values` are those of the
+/// members that this node represents. Only for few nodes ([`is_direct`]).
+pub(super) fn exchange(
+    nodes: &[usize],
+    me: usize,
+    calls: &[(usize, Call)],
+    values: &[&[u8]],
+    group: &Group<'_>,
+) -> Result<(CallAgreement, Vec<Vec<u8>>)> {
+    let lengths: Vec<usize> = values.iter().map(|values| values.len()).collect();
+    let described = encode(&(calls, lengths))?;
+    let mut own = (described.len() as u64).to_le_bytes().to_vec();
+    own.extend_from_slice(&described);
+    values.iter().for_each(|values| own.extend_from_slice(values));
+    let others: Vec<usize> = nodes.iter().copied().filter(|node| *node != nodes[me]).collect();
+    let sends: Vec<(usize, &[u8])> = others.iter().map(|node| (*node, &own[..])).collect();
+    let received = transfer(&sends, &others, group)?;
+    let mut members: Vec<(usize, Call, Vec<u8>)> = Vec::with_capacity(group.members.size());
+    for (node, bytes) in others.iter().zip(&received).chain([(&nodes[me], &own)]) {
+        let broken = || {
+            Error::Internal(format!("rank {} sent values of another length than it said", group.members.ranks[*node]))
+        };
+        let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(broken)?;
+        let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+        let (described, mut rest) = rest.split_at_checked(length).ok_or_else(broken)?;
+        let (calls, lengths): (Vec<(usize, Call)>, Vec<usize>) = decode(described, group, *node)?;
+        if calls.len() != lengths.len() {
+            return Err(broken());
+        }
+        for ((member, call), length) in calls.into_iter().zip(lengths) {
+            let (values, behind) = rest.split_at_checked(length).ok_or_else(broken)?;
+            members.push((member, call, values.to_vec()));
+            rest = behind;
+        }
+    }
+    members.sort_by_key(|(member, ..)| *member);
+    let (calls, values): (Vec<(usize, Call)>, Vec<Vec<u8>>) =
+        members.into_iter().map(|(member, call, values)| ((member, call), values)).unzip();
+    Ok((result(calls, group)?, values))
+}
+
+/// Compares by messages: calls go up a binomial tree of `nodes` to the first one, and the result comes back down.
+/// Each node receives from and sends to at most log2(n) others.
+fn agree_in_tree(
+    nodes: &[usize],
+    me: usize,
+    mut calls: Vec<(usize, Call)>,
+    group: &Group<'_>,
+) -> Result<CallAgreement> {
+    let size = nodes.len();
+    // The subtree of `me` is `me .. me + lowest set bit`; the children are at the powers of two below that bit.
+    let reach = if me == 0 { size.next_power_of_two() } else { 1 << me.trailing_zeros() };
+    let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
+    for step in children() {
+        let child = nodes[me + step];
+        let below: Vec<(usize, Call)> = decode(&receive(child, group)?, group, child)?;
+        calls.extend(below);
+    }
+    let result = if me == 0 {
+        calls.sort_by_key(|(member, _)| *member);
+        result(calls, group)?
+    } else {
+        let parent = nodes[me - reach];
+        transfer(&[(parent, &encode(&calls)?)], &[], group)?;
+        decode(&receive(parent, group)?, group, parent)?
+    };
+    let bytes = encode(&result)?;
+    for step in children() {
+        transfer(&[(nodes[me + step], &bytes)], &[], group)?;
+    }
+    Ok(result)
+}
+
+/// Compares the calls of all members, in their order.
+fn result(calls: Vec<(usize, Call)>, group: &Group<'_>) -> Result<CallAgreement> {
+    let calls: Vec<Call> = calls.into_iter().map(|(_, call)| call).collect();
+    if calls.len() != group.members.size() {
+        return Err(Error::Internal(format!("got {} calls of {} members", calls.len(), group.members.size())));
+    }
+    Ok(compare(&calls, &group.members.ranks))
+}
+
+pub(super) fn encode<T: serde::Serialize + ?Sized>(value: &T) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be serialized: {error}")))
+}
+
+pub(super) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from: usize) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        Error::Internal(format!("rank {} sent a call that cannot be read: {error}", group.members.ranks[from]))
+    })
+}
+
+fn receive(from: usize, group: &Group<'_>) -> Result<Vec<u8>> {
+    Ok(transfer(&[], &[from], group)?.remove(0))
+}
+
+/// Messages that are cancelled when this is dropped, so that none accesses its memory afterwards.
+struct Pending<'a> {
+    transport: &'a dyn Transport,
+    messages: Vec<Message>,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.messages.iter().for_each(|message| self.transport.cancel(message));
+    }
+}
+
+/// Sends bytes to some members and receives from others, all at the same time; returns what was received, in order.
+fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> Result<Vec<Vec<u8>>> {
+    let transport = group.transport;
+    let head = |bytes: &[u8]| {
+        let mut head = [0; HEAD_BYTES];
+        head[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+        let (first, _) = bytes.split_at(bytes.len().min(HEAD_ROOM));
+        head[8..8 + first.len()].copy_from_slice(first);
+        head
+    };
+    let sent: Vec<[u8; HEAD_BYTES]> = sends.iter().map(|(_, bytes)| head(bytes)).collect();
+    let mut heads = vec![[0; HEAD_BYTES]; receives.len()];
+    let mut found = Vec::with_capacity(receives.len());
+    // Declared after the memory of its messages, so that it is dropped first.
+    let mut pending = Pending { transport, messages: Vec::new() };
+    for ((to, bytes), head) in sends.iter().zip(&sent) {
+        // SAFETY: both live until `pending` is dropped, which ends the messages.
+        unsafe {
+            pending.messages.push(transport.post_send(*to, TAG_CALL, head.as_ptr(), HEAD_BYTES));
+            if let Some(rest) = bytes.get(HEAD_ROOM..).filter(|rest| !rest.is_empty()) {
+                pending.messages.push(transport.post_send(*to, TAG_CALL, rest.as_ptr(), rest.len()));
+            }
+        }
+    }
+    let messages: Vec<Message> = (receives.iter().zip(&mut heads))
+        // SAFETY: the buffers live until `wait_all` has returned, which ends the messages.
+        .map(|(from, head)| unsafe { transport.post_recv(Some(*from), TAG_CALL, head.as_mut_ptr(), HEAD_BYTES) })
+        .collect();
+    wait_all(transport, &messages, &group.wait)?;
+    // A call has a few words for each member, and is sent together with those of its subtree.
+    let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) + MAX_VALUES;
+    for (from, head) in receives.iter().zip(&heads) {
+        let length = usize::try_from(u64::from_le_bytes(head[..8].try_into().expect("it has 8 bytes")));
+        let length = length.ok().filter(|length| *length <= limit).ok_or_else(|| {
+            let rank = group.members.ranks[*from];
+            Error::Internal(format!("rank {rank} announced a call of more than {limit} bytes"))
+        })?;
+        let mut bytes = vec![0; length];
+        let (first, rest) = bytes.split_at_mut(length.min(HEAD_ROOM));
+        first.copy_from_slice(&head[8..8 + first.len()]);
+        if !rest.is_empty() {
+            // SAFETY: only the buffer's handle moves to `found`, which is returned after the messages have ended.
+            let message = unsafe { transport.post_recv(Some(*from), TAG_CALL, rest.as_mut_ptr(), rest.len()) };
+            pending.messages.push(message);
+        }
+        found.push(bytes);
+    }
+    let messages = std::mem::take(&mut pending.messages);
+    wait_all(transport, &messages, &group.wait)?;
+    Ok(found)
+}
