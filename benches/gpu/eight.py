@@ -41,14 +41,15 @@ def steps(ranks: int, rounds: int) -> dict[str, list[str]]:
 
 def pipelines(ranks: int, rounds: int) -> dict[str, list[str]]:
     """Pipelines with one partition a rank, beside torch's Schedule1F1B."""
-    common = f"huggingface.py --families llama gpt2 --pipelines interleaved zero_bubble --rounds {rounds} --steps 2"
+    kinds = "interleaved interleaved+graphs zero_bubble zero_bubble+graphs"
+    common = f"huggingface.py --families llama gpt2 --pipelines {kinds} --rounds {rounds} --steps 2"
     return {f"pipelines, {count} microbatches": smdrun(ranks, f"{common} --microbatches {count}") for count in (16, 32)}
 
 
 def bubbles(ranks: int, rounds: int) -> dict[str, list[str]]:
     """The waits of a pipeline as it ran, beside those of its simulation."""
     timeline = Path(tempfile.gettempdir()) / f"timeline-{os.getpid()}.json"
-    script = "huggingface.py --families llama --rounds 1 --steps 1"
+    script = "huggingface.py --families llama --pipelines interleaved+graphs --rounds 1 --steps 1"
     return {
         "timeline": ["env", f"SMD_TIMELINE={timeline}", *smdrun(ranks, script)],
         "report": ["smdrun", "report", str(timeline)],

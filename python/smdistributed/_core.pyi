@@ -152,11 +152,13 @@ def start_mpi() -> bool:
     Returns whether any thread may call MPI.
     """
 
-def timeline_stage(kind: str, stage: int, microbatch: int, start: int, input_stages: Sequence[int] = ...) -> None:
+def timeline_stage(
+    kind: str, stage: int, microbatch: int, start: int, input_stages: Sequence[int] = ..., end: int = ...
+) -> None:
     """
-    Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
-    `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
-    not be pipelined); `input_stages` are the stages whose values it used.
+    Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until `end`, or until now if
+    that is 0. `kind` is `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call
+    that could not be pipelined); `input_stages` are the stages whose values it used.
 
     # Errors
     `ValueError` for another kind.

@@ -128,14 +128,14 @@ pub fn timeline_now() -> u64 {
     if trace::enabled() { trace::now() } else { 0 }
 }
 
-/// Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until now. `kind` is
-/// `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call that could
-/// not be pipelined); `input_stages` are the stages whose values it used.
+/// Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until `end`, or until now if
+/// that is 0. `kind` is `forward`, `backward`, `input`, `weight`, `send`, `receive`, `wait` or `synchronous` (a call
+/// that could not be pipelined); `input_stages` are the stages whose values it used.
 ///
 /// # Errors
 /// `ValueError` for another kind.
 #[pyfunction]
-#[pyo3(signature = (kind, stage, microbatch, start, input_stages=Vec::new()))]
+#[pyo3(signature = (kind, stage, microbatch, start, input_stages=Vec::new(), end=0))]
 pub fn timeline_stage(
     py: Python<'_>,
     kind: &str,
@@ -143,6 +143,7 @@ pub fn timeline_stage(
     microbatch: u64,
     start: u64,
     input_stages: Vec<u64>,
+    end: u64,
 ) -> PyResult<()> {
     if kind == trace::SYNCHRONOUS {
         metrics::note_fallback(Fallback::SynchronousCall);
@@ -150,7 +151,7 @@ pub fn timeline_stage(
     if start == 0 {
         return Ok(());
     }
-    let end = trace::now();
+    let end = if end == 0 { trace::now() } else { end };
     const KINDS: [&str; 8] = ["forward", "backward", "input", "weight", "send", "receive", "wait", trace::SYNCHRONOUS];
     enter(py, || {
         let name = KINDS.into_iter().find(|name| *name == kind);

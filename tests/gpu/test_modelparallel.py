@@ -4,6 +4,9 @@ random numbers of the body; a rank that dies ends the others.
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 
 from support import devices, run_ranks, start_ranks
@@ -279,6 +282,60 @@ def _check_random():
 
 def test_random_numbers_of_the_body_are_shared():
     run_ranks(_check_random, 2, timeout=120)
+
+
+#: Milliseconds for which each stage of the test below occupies the device.
+BUSY_MS = 20
+
+
+def _timeline_body(graphs):
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init(
+        {"partitions": 2, "microbatches": 3, "auto_partition": False, "default_partition": 0, "cuda_graphs": graphs}
+    )
+    device = _device()
+    khz = torch.cuda.get_device_properties(device).clock_rate
+
+    class Busy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            torch.cuda._sleep(BUSY_MS * khz)
+            return self.inner(x)
+
+    layers = [Busy(), Busy()]
+    for place, layer in enumerate(layers):
+        smp.set_partition(layer, place)
+    model = smp.DistributedModel(nn.Sequential(*layers))
+
+    @smp.step
+    def train(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(4):
+        train(model, torch.ones(6, 8, device=device))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_timeline_has_the_times_of_the_device(graphs, tmp_path):
+    path = tmp_path / "timeline.json"
+    run_ranks(_timeline_body, 2, graphs, env={"SMD_TIMELINE": str(path)}, timeout=120)
+    events = [json.loads(line.rstrip(",\n")) for line in path.read_text().splitlines()[1:] if line.startswith("{")]
+    forwards = sorted((e["pid"], e["ts"], e["dur"]) for e in events if e["name"] == "forward")
+    # Two ranks, four steps, three microbatches.
+    assert len(forwards) == 24
+    # Ranks that share a GPU take turns; the device's clock may be a little faster than it says.
+    assert all(duration > 0.7 * BUSY_MS * 1e3 for _, _, duration in forwards), forwards
+    for (rank, start, duration), (next_rank, next_start, _) in itertools.pairwise(forwards):
+        assert rank != next_rank or start + duration < next_start + 100, "stages of one stream do not overlap"
 
 
 def _kill_body(victim):

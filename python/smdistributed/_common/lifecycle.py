@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 import traceback
+import weakref
+from collections.abc import Callable
 from multiprocessing import process as mp_process
 from multiprocessing import util as mp_util
 from types import TracebackType
@@ -15,6 +17,8 @@ from smdistributed._common import errors, interrupts
 
 _exported: dict[str, str] = {}
 _hooked = False
+#: What runs before the process leaves the job at its end.
+_before_finish: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def init() -> None:
@@ -65,7 +69,7 @@ def watch() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = report
-    atexit.register(_core.finish)
+    atexit.register(_finish)
     if mp_process.parent_process() is not None:
         # Children of multiprocessing run neither atexit functions nor the excepthook.
         mp_util.Finalize(None, _finish_child, exitpriority=100)
@@ -75,7 +79,22 @@ def _finish_child() -> None:
     error = sys.exc_info()[1]
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
         _report(error)
-    _core.finish()
+    _finish()
+
+
+def before_finish(method: Callable[[], None]) -> None:
+    """Call a method when the process leaves the job at its end, if its object still exists."""
+    _before_finish.append(weakref.WeakMethod(method))
+
+
+def _finish() -> None:
+    try:
+        for reference in _before_finish:
+            method = reference()
+            if method is not None:
+                method()
+    finally:
+        _core.finish()
 
 
 def _report(error: BaseException) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from smdistributed import _core
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.failures import explaining_changed_tensors
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_capture import CapturedStage, StageCapture
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
+from smdistributed.modelparallel.torch.runtime.stage_timeline import StageTimeline
 from smdistributed.modelparallel.torch.runtime.task_execution import casts_are_cached, without_cached_casts
 from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
 from smdistributed.modelparallel.torch.runtime.transfers import PendingReceive, Transfers
@@ -135,6 +135,7 @@ class Executor:
         parameters: Mapping[str, torch.Tensor],
         scale: float,
         modules: ModuleState,
+        timeline: StageTimeline,
         early: bool = False,
         offloader: offloading.Offloader | None = None,
         capture: StageCapture | None = None,
@@ -142,7 +143,7 @@ class Executor:
         self.capture = capture
         self.tasks = TaskRunner(rank, parameters, modules, early)
         self._rank, self._transfers, self._parameters, self._scale = rank, transfers, parameters, scale
-        self._modules, self._early, self._offloader = modules, early, offloader
+        self._modules, self._timeline, self._early, self._offloader = modules, timeline, early, offloader
         #: Stages that have run in this program.
         self._known: set[int] = set()
 
@@ -150,12 +151,10 @@ class Executor:
 
     def forward(self, mb: Microbatch, number: int, backward_is_near: bool = False) -> None:
         """Run the forward of a stage whose inputs are here; ``backward_is_near`` prevents offloading (OFF-1)."""
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
-        # For the timeline; all microbatches have the same.
-        inputs = [list(stage.inputs)] if start and mb.recording.microbatch == 0 else []
         if self.capture is not None and self._forward_captured(self.capture, mb, number):
-            _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
+            self._timeline.end(begin, "forward", number, mb.recording.microbatch, stage.inputs)
             return
         has_backward = stage.has_backward or self._early
         offloader = self._offloader if has_backward and not backward_is_near else None
@@ -212,7 +211,7 @@ class Executor:
         for producer in stage.inputs:
             if graph.stages[producer].rank == self._rank:
                 mb.mark_consumed(producer)
-        _core.timeline_stage("forward", number, mb.recording.microbatch, start, *inputs)
+        self._timeline.end(begin, "forward", number, mb.recording.microbatch, stage.inputs)
 
     def _inputs_from(self, mb: Microbatch, producer: int, number: int) -> list[torch.Tensor]:
         """Return the inputs that a stage gets from another one, in the order of ``Stage.inputs``."""
@@ -257,7 +256,7 @@ class Executor:
 
         Accumulate parameter gradients, and store the gradients of its inputs for the producers.
         """
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
             stage_state = mb.stage_states.pop(number)
@@ -267,11 +266,11 @@ class Executor:
                 self.capture.release(number, stage_state.captured)
             else:
                 self._run_backward(mb, number, stage_state, later=False)
-        _core.timeline_stage("backward", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "backward", number, mb.recording.microbatch)
 
     def input_part(self, mb: Microbatch, number: int) -> None:
         """Run the first part of a backward: everything except the gradients of weights."""
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         stage = mb.stage_graph.stages[number]
         if stage.has_backward:
             stage_state = mb.stage_states[number]
@@ -280,11 +279,11 @@ class Executor:
             else:
                 self._run_backward(mb, number, stage_state, later=True)
             stage_state.leaves, stage_state.exports = {}, {}
-        _core.timeline_stage("input", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "input", number, mb.recording.microbatch)
 
     def weight_part(self, mb: Microbatch, number: int) -> None:
         """Run the second part of a backward: the gradients of weights."""
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         if mb.stage_graph.stages[number].has_backward:
             stage_state = mb.stage_states.pop(number)
             if stage_state.captured is not None:
@@ -294,7 +293,7 @@ class Executor:
             else:
                 with explaining_changed_tensors(mb.recording.microbatch):
                     stage_state.weights.run()
-        _core.timeline_stage("weight", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "weight", number, mb.recording.microbatch)
 
     def _run_backward(self, mb: Microbatch, number: int, stage_state: StageState, later: bool) -> None:
         """Run autograd for a stage; gradients of weights are computed in parallel, or ``later`` (WGT-1 to WGT-5)."""
@@ -374,12 +373,12 @@ class Executor:
 
     def send_forward(self, mb: Microbatch, number: int, consumer: int) -> None:
         """Send values to a consumer stage on another rank."""
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         stage_state, to = mb.stage_states[number], mb.stage_graph.stages[consumer].rank
         for value in mb.stage_graph.stages[number].outputs[consumer]:
             self._transfers.send(stage_state.tensor(value), to)
         mb.mark_consumed(number)
-        _core.timeline_stage("send", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "send", number, mb.recording.microbatch)
 
     def receive_forward(self, mb: Microbatch, number: int, producer: int) -> Callable[[], None]:
         """Post the receives of values from a producer stage on another rank; return a function that waits for them."""
@@ -395,11 +394,11 @@ class Executor:
 
     def send_backward(self, mb: Microbatch, number: int, producer: int) -> None:
         """Send gradients to the stage that computed the values."""
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         to = mb.stage_graph.stages[producer].rank
         for gradient in mb.returning.pop((number, producer), ()):
             self._transfers.send(gradient, to)
-        _core.timeline_stage("send", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "send", number, mb.recording.microbatch)
 
     def receive_backward(self, mb: Microbatch, number: int, consumer: int) -> Callable[[], None]:
         """Post the receives of gradients from a consumer stage; return a function that waits for them."""
@@ -414,15 +413,15 @@ class Executor:
         return wait
 
     def _receive(self, values: Sequence[int], source: int, number: int, mb: Microbatch) -> list[PendingReceive]:
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         pending = [self._transfers.receive(mb.stage_graph.values[value].meta, source) for value in values]
-        _core.timeline_stage("receive", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "receive", number, mb.recording.microbatch)
         return pending
 
     def _wait(self, pending: Sequence[PendingReceive], number: int, mb: Microbatch) -> list[torch.Tensor]:
-        start = _core.timeline_now()
+        begin = self._timeline.begin()
         tensors = [tensor.wait() for tensor in pending]
-        _core.timeline_stage("wait", number, mb.recording.microbatch, start)
+        self._timeline.end(begin, "wait", number, mb.recording.microbatch)
         return tensors
 
     def begin(

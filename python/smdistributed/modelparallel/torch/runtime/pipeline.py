@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.runtime.program_run import Program
 from smdistributed.modelparallel.torch.runtime.rng import RngState
 from smdistributed.modelparallel.torch.runtime.stage_capture import StageCapture
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
+from smdistributed.modelparallel.torch.runtime.stage_timeline import StageTimeline
 from smdistributed.modelparallel.torch.runtime.task_execution import modes_of_the_body_left
 from smdistributed.modelparallel.torch.runtime.transfers import Transfers
 from smdistributed.modelparallel.torch.state import state
@@ -92,6 +93,7 @@ class Pipeline:
         self._called: weakref.WeakSet[Any] = weakref.WeakSet()
         self._without_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
+        self.timeline = StageTimeline(device)
         self.parameters: dict[str, torch.Tensor] = {}
         self.located: dict[int, Value] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
@@ -401,8 +403,9 @@ class Pipeline:
     def executor(self, scale: float, early: bool = False, capture: StageCapture | None = None) -> Executor:
         """Return an executor of this rank's part."""
         return Executor(
-            self.rank, self.transfers, self.parameters, scale, self.module_state, early, self._offloader, capture
-        )
+            self.rank, self.transfers, self.parameters, scale, self.module_state, self.timeline, early,
+            self._offloader, capture,
+        )  # fmt: skip
 
     def agree(self, recordings: Sequence[Recording], phase: int) -> None:
         """Compare the recordings of all ranks.

@@ -117,6 +117,7 @@ class StepRun:
                 self._overlapped.end_step()
             if self._model.pipeline is not None:
                 self._model.pipeline.overlapped = None
+                self._model.pipeline.timeline.end_step()
 
     def _run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
         model, recordings = self._model, self._recordings
