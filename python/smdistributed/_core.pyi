@@ -153,7 +153,7 @@ def start_mpi() -> bool:
     """
 
 def timeline_stage(
-    kind: str, stage: int, microbatch: int, start: int, input_stages: Sequence[int] = ..., end: int = ...
+    kind: str, stage: int, microbatch: int, start: int, input_stages: Sequence[int] = ..., end: int = 0
 ) -> None:
     """
     Records an event of the pipeline for a microbatch, from `start` (of `timeline_now`) until `end`, or until now if

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from multiprocessing import process as mp_process
@@ -17,8 +18,8 @@ from smdistributed._common import errors, interrupts
 
 _exported: dict[str, str] = {}
 _hooked = False
-#: What runs before the process leaves the job at its end.
-_before_finish: list[weakref.WeakMethod[Callable[[], None]]] = []
+#: What runs before the process leaves the job, with the process that has asked for it: a forked child has not.
+_before_finish: list[tuple[int, weakref.WeakMethod[Callable[[], None]]]] = []
 
 
 def init() -> None:
@@ -38,6 +39,7 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leave the job; do nothing if this process is in none. :func:`init` may be called again afterwards."""
+    _run_before_finish()
     _core.shutdown()
     for name, value in _exported.items():
         if os.environ.get(name) == value:
@@ -83,18 +85,30 @@ def _finish_child() -> None:
 
 
 def before_finish(method: Callable[[], None]) -> None:
-    """Call a method when the process leaves the job at its end, if its object still exists."""
-    _before_finish.append(weakref.WeakMethod(method))
+    """Call a method before the process leaves the job, if its object still exists.
+
+    Args:
+        method: A bound method.
+    """
+    _before_finish[:] = [(pid, other) for pid, other in _before_finish if other() is not None]
+    _before_finish.append((os.getpid(), weakref.WeakMethod(method)))
+
+
+def _run_before_finish() -> None:
+    for pid, reference in _before_finish:
+        method = reference()
+        if method is None or pid != os.getpid():
+            continue
+        try:
+            method()
+        except Exception:  # the process leaves the job nevertheless
+            warnings.warn(f"before leaving the job: {traceback.format_exc()}", stacklevel=1)
+    _before_finish.clear()
 
 
 def _finish() -> None:
-    try:
-        for reference in _before_finish:
-            method = reference()
-            if method is not None:
-                method()
-    finally:
-        _core.finish()
+    _run_before_finish()
+    _core.finish()
 
 
 def _report(error: BaseException) -> None:

@@ -186,33 +186,28 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
     }
 }
 
-/// Values that travel with the calls of members on several hosts.
-pub(crate) struct TravellingValues<'a> {
+/// Values that are sent inline with the calls of members on several hosts.
+pub(crate) struct InlineValues<'a> {
     pub(crate) own: &'a [u8],
     /// Makes the result from the values of all members, on one member of each host.
     pub(crate) combine: &'a dyn Fn(&[Vec<u8>]) -> Vec<u8>,
 }
 
-/// Whether as many bytes of each member may travel with their calls: no more than a network moves in the time of the
+/// Whether as many bytes of each member may be sent inline with their calls: no more than a network moves in the time of the
 /// two messages that this saves, some 25 us. Also bounds what each host receives.
-pub(crate) fn may_travel(bytes: usize, hosts: &Hosts, group: &Group<'_>) -> bool {
+pub(crate) fn fits_inline(bytes: usize, hosts: &Hosts, group: &Group<'_>) -> bool {
     const MAX_BYTES: usize = 128 << 10;
     call_exchange::is_direct(hosts.map.num_hosts()) && bytes.saturating_mul(group.members.size()) <= MAX_BYTES
 }
 
 /// As [`agree_without_memory`]; also combines the values of all members. Returns the result on each of them.
-pub(crate) fn agree_and_combine(call: &Call, values: &TravellingValues<'_>, group: &Group<'_>) -> Result<Vec<u8>> {
+pub(crate) fn agree_and_combine(call: &Call, values: &InlineValues<'_>, group: &Group<'_>) -> Result<Vec<u8>> {
     agree_on_hosts(group.several_hosts(), call, group, Some(values))
 }
 
 /// Members of a host compare their calls in shared memory first, and one of them represents the host. The offset of a
 /// member's window range stays readable there, at the phase before the current one, until the next arrival.
-fn agree_on_hosts(
-    hosts: &Hosts,
-    call: &Call,
-    group: &Group<'_>,
-    values: Option<&TravellingValues<'_>>,
-) -> Result<Vec<u8>> {
+fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<&InlineValues<'_>>) -> Result<Vec<u8>> {
     let Hosts { map, memory } = hosts;
     let here = map.members_of(map.host_of(group.members.me));
     publish(memory, call, 0);
@@ -254,10 +249,11 @@ fn put(memory: &SharedMemory, note: usize, described: &[u8], values: &[u8]) {
     let place = memory.results(memory.me(), note);
     let mut at = 0;
     for bytes in [described, values] {
-        let length = bytes.len().min(NOTE_BYTES.saturating_sub(at + 8));
+        // There is room for two lengths.
+        let length = bytes.len().min(NOTE_BYTES.saturating_sub(at + 16));
         // SAFETY: the place has NOTE_BYTES bytes; no code reads it now.
         unsafe {
-            place.add(at).cast::<u64>().write_unaligned(length as u64);
+            place.add(at).cast::<[u8; 8]>().write((length as u64).to_le_bytes());
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(at + 8), length);
         }
         at += 8 + length;
@@ -271,7 +267,7 @@ fn get(memory: &SharedMemory, rank: usize, note: usize) -> (Vec<u8>, Vec<u8>) {
     let mut read = || {
         // SAFETY: the place has NOTE_BYTES bytes; the length is checked before it is used.
         unsafe {
-            let length = place.add(at).cast::<u64>().read_unaligned() as usize;
+            let length = u64::from_le_bytes(place.add(at).cast::<[u8; 8]>().read_volatile()) as usize;
             let mut bytes = vec![0; length.min(NOTE_BYTES.saturating_sub(at + 16))];
             std::ptr::copy_nonoverlapping(place.add(at + 8), bytes.as_mut_ptr(), bytes.len());
             at += 8 + bytes.len();

@@ -165,11 +165,13 @@ fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> 
             }
         }
     }
-    let messages: Vec<Message> = (receives.iter().zip(&mut heads))
-        // SAFETY: the buffers live until `wait_all` has returned, which ends the messages.
-        .map(|(from, head)| unsafe { transport.post_recv(Some(*from), TAG_CALL, head.as_mut_ptr(), HEAD_BYTES) })
-        .collect();
-    wait_all(transport, &messages, &group.wait)?;
+    let first = pending.messages.len();
+    for (from, head) in receives.iter().zip(&mut heads) {
+        // SAFETY: the buffer lives until `pending` is dropped, which ends the messages.
+        let message = unsafe { transport.post_recv(Some(*from), TAG_CALL, head.as_mut_ptr(), HEAD_BYTES) };
+        pending.messages.push(message);
+    }
+    wait_all(transport, &pending.messages[first..], &group.wait)?;
     // A call has a few words for each member, and is sent together with those of its subtree.
     let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) + MAX_VALUES;
     for (from, head) in receives.iter().zip(&heads) {
@@ -188,7 +190,7 @@ fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> 
         }
         found.push(bytes);
     }
-    let messages = std::mem::take(&mut pending.messages);
-    wait_all(transport, &messages, &group.wait)?;
+    wait_all(transport, &pending.messages, &group.wait)?;
+    drop(pending);
     Ok(found)
 }

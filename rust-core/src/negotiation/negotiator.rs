@@ -421,6 +421,8 @@ impl NamedHandle {
             if self.is_complete.load(Ordering::SeqCst) {
                 return true;
             }
+            // A turn may execute an operation, whose waits sleep.
+            pause.stop_receiving();
             let turn = match shared.work.try_lock() {
                 Some(mut work) => match work.as_mut() {
                     Some(work) => {

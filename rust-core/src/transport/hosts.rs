@@ -18,7 +18,7 @@ use std::time::Duration;
 use super::mailbox::{Header, Link, Mailbox, Messages};
 use super::ports::{Carrier, MailboxProgress, PAYLOAD_BYTES, Port, Receiver};
 use super::shm::{Rings, SharedMemory};
-use super::{Members, Transport};
+use super::{Members, POLL_INTERVAL, Transport};
 use crate::error::Result;
 use crate::world::{Monitor, Store};
 
@@ -251,7 +251,7 @@ impl Link for HostsLink {
     }
 
     fn wait_doorbell(&self, seen: u32, limit: Duration) {
-        let _awaits_thread = self.remote.await_thread();
+        let _awaits_thread = (limit <= POLL_INTERVAL).then(|| self.remote.await_thread());
         self.rings.wait_doorbell(seen, limit);
     }
 

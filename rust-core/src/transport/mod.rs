@@ -157,7 +157,8 @@ pub trait Transport: Send + Sync {
     fn doorbell(&self) -> u32 {
         self.messages().doorbell()
     }
-    /// Sleeps until the doorbell differs from `seen`, for at most `limit`.
+    /// Sleeps until the doorbell differs from `seen`, for at most `limit`: up to [`POLL_INTERVAL`], or longer if the caller
+    /// awaits nothing in particular.
     fn wait_doorbell(&self, seen: u32, limit: Duration) {
         self.messages().wait_doorbell(seen, limit);
     }
@@ -235,8 +236,8 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
 }
 
 /// How a wait for messages spends its time before it sleeps. If messages come from other hosts, the waiting caller
-/// reads the connections, or lets the carrier's thread poll, and yields in between. It does not spin: a message between hosts takes longer than a yield,
-/// and the sender may share this core, which the members of this host do not show.
+/// reads the connections, or lets the carrier's thread poll, and yields in between. It does not spin: a message between
+/// hosts takes longer than a yield, and the sender may share this core, which the members of this host do not show.
 pub(crate) struct MessagePause<'a> {
     transport: &'a dyn Transport,
     backoff: Backoff,
@@ -252,6 +253,11 @@ impl<'a> MessagePause<'a> {
     /// receive in between would wake it.
     pub(crate) fn restart(&mut self) {
         self.backoff = Self::backoff(self.transport);
+    }
+
+    /// The caller does something else than to wait, in which it may sleep.
+    pub(crate) fn stop_receiving(&mut self) {
+        self.receiver = None;
     }
 
     fn backoff(transport: &dyn Transport) -> Backoff {

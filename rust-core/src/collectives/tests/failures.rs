@@ -11,8 +11,8 @@ use crate::error::{Code, Error, Result};
 use crate::transport::mock::{MockOptions, MockTransport};
 use crate::world::{Departure, Monitor};
 
-pub(super) fn mismatches_are_told_to_all(make: MakeTransports) {
-    for size in [2, 3, 5] {
+pub(super) fn mismatches_are_told_to_all(make: MakeTransports, group_sizes: &[usize]) {
+    for &size in group_sizes {
         let job = job(make, size, TIMEOUT);
         for _ in 0..3 {
             let texts = on_all(&job, |me, communicator| {

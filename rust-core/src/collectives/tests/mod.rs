@@ -43,8 +43,8 @@ fn all_reduce_every_type(make: MakeTransports) {
     }
 }
 
-fn all_reduce_every_size(make: MakeTransports, sizes: &[usize]) {
-    for size in [2, 3, 4] {
+fn all_reduce_every_size(make: MakeTransports, group_sizes: &[usize], sizes: &[usize]) {
+    for &size in group_sizes {
         let job = job(make, size, TIMEOUT);
         for &elems in sizes {
             for (dtype, op, in_place) in [
@@ -284,7 +284,7 @@ macro_rules! contract {
             }
             #[test]
             fn all_reduce_every_size() {
-                super::all_reduce_every_size(MAKE, $sizes);
+                super::all_reduce_every_size(MAKE, &[2, 3, 4], $sizes);
             }
             #[test]
             fn every_exchange() {
@@ -332,7 +332,7 @@ macro_rules! contract {
             }
             #[test]
             fn mismatches_are_told_to_all() {
-                super::failures::mismatches_are_told_to_all(MAKE);
+                super::failures::mismatches_are_told_to_all(MAKE, &[2, 3, 5]);
             }
             #[test]
             fn failing_members_are_named() {
@@ -364,3 +364,11 @@ contract!(pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
 contract!(alternating, 20_000, &[0, 1, 100, 8_193, 700_001]);
 contract!(tcp_pairs, 200_000, &[0, 1, 100, 8_193, 700_001, 2_500_000]);
 contract!(tcp_alternating, 20_000, &[0, 1, 100, 8_193, 700_001]);
+
+/// As many hosts as send calls directly to each other, and more, which compare them in a tree.
+#[test]
+fn few_hosts_and_many() {
+    let alone: MakeTransports = |size| over_tcp(size, |member| member);
+    all_reduce_every_size(alone, &[8, 9], &[0, 1, 100, 2_000, 40_000]);
+    failures::mismatches_are_told_to_all(alone, &[8, 9]);
+}

@@ -205,6 +205,8 @@ impl Carrier for Engine {
         if !waits {
             waiters.fetch_sub(1, Ordering::Relaxed);
         } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
+            // With the lock, the thread either sees the waiter before it sleeps, or sleeps already.
+            let _outbox = self.shared.outbox.lock();
             self.shared.outbox_changed.notify_one();
         }
     }
@@ -335,8 +337,8 @@ impl Slots {
                 continue;
             }
             let sending = self.free.len() < self.sends.len();
-            let busy_poll = sending || shared.waiters.load(Ordering::Relaxed) > 0;
-            if busy_poll && pause.pause(|| false) {
+            let is_busy = || sending || shared.waiters.load(Ordering::Relaxed) > 0;
+            if is_busy() && pause.pause(|| false) {
                 continue;
             }
             let mut outbox = shared.outbox.lock();
@@ -344,7 +346,7 @@ impl Slots {
                 return Ok(());
             }
             if outbox.frames.is_empty() || self.free.is_empty() {
-                shared.outbox_changed.wait_for(&mut outbox, if busy_poll { SHORT_PAUSE } else { LONG_PAUSE });
+                shared.outbox_changed.wait_for(&mut outbox, if is_busy() { SHORT_PAUSE } else { LONG_PAUSE });
             }
             drop(outbox);
             if seen.elapsed() > POLL_INTERVAL {

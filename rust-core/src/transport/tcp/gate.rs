@@ -5,16 +5,16 @@
 //!                         +-- epoll of the connections; not while a caller receives
 //! ```
 //!
-//! - GATE-1: while a caller receives, the thread leaves frames to it, and arriving data does not wake the thread, except
-//!   once at the beginning. A hand-over to the caller would cost more than what there is to do, and with fewer cores than
-//!   threads, each would wait for the other's core.
+//! - GATE-1: while a caller receives, the thread leaves frames to it, and once it has noticed, arriving data does not
+//!   wake it. A hand-over to the caller would cost more than what there is to do, and with fewer cores than threads,
+//!   each would wait for the other's core.
 //! - GATE-2: when the last caller has stopped, data that arrived before or arrives later wakes the thread. The epoll of
-//!   the connections is watched for its level, so nothing is missed in between; a caller that left undone what it took
-//!   from the epoll rings the bell if it sleeps.
+//!   the connections is watched for its level, so nothing is missed in between. What a caller took from the epoll and
+//!   left undone is announced by the bell, unless the thread will look at the next tick.
 //! - GATE-3: a caller that stops because its message has come will soon wait for another one, in the same operation or
-//!   the next. So the thread takes over after [`PAUSE`], and looks for that every [`TICK`]. One that sleeps
-//!   needs the thread at once. Callers that begin and stop make no system call: to switch the epoll twice for each
-//!   wait took a quarter of a small all-reduce, and to set a timer more than that.
+//!   the next. So the thread takes over after [`PAUSE`], and looks for that every [`TICK`]. A caller that sleeps needs
+//!   the thread at once. Callers that begin and stop make no system call: to switch the epoll twice for each wait took
+//!   a quarter of a small all-reduce, and to set a timer more than that.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ use rustix::io::{self, Errno};
 /// Longer than a member takes between two waits of an operation or of operations in a row.
 const PAUSE: Duration = Duration::from_micros(100);
 /// How often the thread looks whether callers have stopped. So rarely that it hardly takes time from them.
-const TICK: Duration = Duration::from_millis(1);
+pub(super) const TICK: Duration = Duration::from_millis(1);
 
 pub(super) struct ReceiveGate {
     epoll: OwnedFd,
@@ -63,10 +63,9 @@ impl ReceiveGate {
         Ok(Self { epoll, connections, bell, state: Mutex::new(state) })
     }
 
-    /// Waits until the thread has something to do, and at most until the limit or, while callers receive, for a
-    /// [`TICK`]. Returns whether there is something.
+    /// Waits until the thread has something to do, and at most until the limit, which is a [`TICK`] while callers receive.
+    /// Returns whether there is something.
     pub(super) fn wait(&self, limit: Option<Duration>) -> io::Result<bool> {
-        let limit = if self.callers_receive() { Some(limit.map_or(TICK, |limit| limit.min(TICK))) } else { limit };
         // A limit that has no such form is longer than any process lives.
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut events = [const { epoll::Event { flags: EventFlags::empty(), data: DOORBELL } }; 2];
@@ -86,7 +85,7 @@ impl ReceiveGate {
         }
     }
 
-    /// Whether a caller receives or will soon; then the thread leaves the connections to it.
+    /// Whether a caller receives or will soon; then the thread leaves the connections to it, and data does not wake it.
     pub(super) fn callers_receive(&self) -> bool {
         let mut state = self.state.lock();
         let pauses = || state.sleepers == 0 && state.stopped.is_some_and(|stopped| stopped.elapsed() < PAUSE);
@@ -109,12 +108,13 @@ impl ReceiveGate {
         self.state.lock().receivers += 1;
     }
 
-    /// A caller stops to receive.
-    pub(super) fn leave(&self) {
+    /// A caller stops to receive. Returns whether the thread will look by itself for what it has left undone.
+    pub(super) fn leave(&self) -> bool {
         let mut state = self.state.lock();
         state.receivers -= 1;
         state.stopped = Some(Instant::now());
         self.watch_for_sleepers(&mut state);
+        !state.is_watched
     }
 
     /// A caller begins or ends to wait for what the thread receives.
@@ -163,6 +163,7 @@ mod tests {
     fn waits(gate: &ReceiveGate, limit: Duration) -> bool {
         let start = Instant::now();
         while start.elapsed() < limit {
+            let limit = if gate.callers_receive() { TICK } else { limit };
             if gate.wait(Some(limit)).unwrap() {
                 return false;
             }
@@ -190,7 +191,10 @@ mod tests {
     fn the_thread_takes_over_from_a_caller_that_sleeps_at_once() {
         let (gate, _connections, data) = gate();
         io::write(&data, &1u64.to_ne_bytes()).unwrap();
-        let is_woken = || gate.wait(Some(Duration::ZERO)).unwrap();
+        let is_woken = || {
+            gate.callers_receive();
+            gate.wait(Some(Duration::ZERO)).unwrap()
+        };
         gate.enter();
         assert!(!is_woken());
         gate.leave();

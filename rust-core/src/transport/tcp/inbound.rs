@@ -147,22 +147,7 @@ impl InboundConnection {
         let InboundStage::Open(reader) = &mut self.stage else { return Ok(ReadOutcome::Pause) };
         let mut read = 0;
         while read < READ_BATCH {
-            let (outcome, room) = match &mut reader.direct {
-                Some(direct) => {
-                    // Also the start of the next frame: otherwise a read that ends with this one leaves open whether
-                    // the system has more.
-                    let ahead = &mut reader.buffer[..FIRST_BYTES];
-                    let missing = direct.bytes - direct.filled;
-                    let outcome = direct.read(&mut self.stream, ahead);
-                    reader.filled = outcome.as_ref().map_or(0, |count| count.saturating_sub(missing));
-                    (outcome, missing + FIRST_BYTES)
-                }
-                None => {
-                    let room = reader.room(spare);
-                    let bytes = room.len();
-                    (self.stream.read(room).inspect(|count| reader.filled += count), bytes)
-                }
-            };
+            let (outcome, room) = reader.read(&mut self.stream, spare);
             match outcome {
                 Ok(0) if reader.is_between_frames() => return Ok(ReadOutcome::End),
                 Ok(0) => return Err("ended in the middle of a frame".to_owned()),
@@ -278,6 +263,21 @@ impl Reader {
         (self.start, self.filled, self.expected, self.sought) = (0, 0, None, false);
     }
 
+    /// Reads once; also returns how much room there was.
+    fn read(&mut self, source: &mut impl Read, spare: &Pool) -> (std::io::Result<usize>, usize) {
+        let Some(direct) = &mut self.direct else {
+            let room = self.room(spare);
+            let bytes = room.len();
+            return (source.read(room).inspect(|count| self.filled += count), bytes);
+        };
+        // Also the start of the next frame: otherwise a read that ends with this one leaves open whether the system has
+        // more.
+        let missing = direct.bytes - direct.filled;
+        let outcome = direct.read(source, &mut self.buffer[..FIRST_BYTES]);
+        self.filled = outcome.as_ref().map_or(0, |count| count.saturating_sub(missing));
+        (outcome, missing + FIRST_BYTES)
+    }
+
     /// The space to read into: the remainder of a frame whose length is known, and no more, so that the buffer can be
     /// passed on with the frame.
     fn room(&mut self, spare: &Pool) -> &mut [u8] {
@@ -381,16 +381,8 @@ mod tests {
         let mut rest = frame;
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
-            let count = match &mut reader.direct {
-                Some(direct) => direct.read(&mut &rest[..piece.min(rest.len())], &mut []).expect("memory can be read"),
-                None => {
-                    let room = reader.room(&spare);
-                    let count = room.len().min(rest.len()).min(piece);
-                    room[..count].copy_from_slice(&rest[..count]);
-                    reader.filled += count;
-                    count
-                }
-            };
+            let (count, _) = reader.read(&mut &rest[..piece.min(rest.len())], &spare);
+            let count = count.expect("memory can be read");
             rest = &rest[count..];
             outcome = reader.next().map(|frame| assert!(frame.is_none(), "it was read elsewhere"));
             reader.begin_direct_receive(|_, bytes| Some(DirectReceiveHandle::of_mailbox(receive.clone(), bytes)));
@@ -422,22 +414,35 @@ mod tests {
         }
     }
 
-    /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated.
+    /// Returns the frames of a reader that gets `bytes` in pieces of these sizes, repeated. Receives wait for every other
+    /// large frame.
     fn read(bytes: &[u8], pieces: &[usize], tags: TagOptions) -> Result<Vec<Vec<u8>>, FrameError> {
         let verifier = Verifier::new([7; 32], tags, FRAME_BYTES);
         let (mut reader, spare) = (Reader::new(verifier), Pool::new(BUFFER_BYTES));
         let (mut found, mut rest, mut pieces) = (Vec::new(), bytes, pieces.iter().cycle());
+        let mut direct: Option<(Vec<u8>, Arc<OneReceive>)> = None;
+        let mut is_wanted = false;
         while !rest.is_empty() {
-            let room = reader.room(&spare);
-            assert!(!room.is_empty(), "an empty read looks like the end");
-            let count = room.len().min(rest.len()).min(*pieces.next().expect("there are pieces"));
-            room[..count].copy_from_slice(&rest[..count]);
-            rest = &rest[count..];
-            reader.filled += count;
-            while let Some(frame) = reader.next()? {
+            let piece = rest.len().min(*pieces.next().expect("there are pieces"));
+            let (count, room) = reader.read(&mut &rest[..piece], &spare);
+            assert!(room > 0, "an empty read looks like the end");
+            rest = &rest[count.expect("memory can be read")..];
+            loop {
+                let frame = reader.next()?;
+                if let Some((head, receive)) = direct.take_if(|(_, receive)| *receive.is_whole.lock() == Some(true)) {
+                    found.push([head, std::mem::take(&mut receive.memory.lock())].concat());
+                }
+                let Some(frame) = frame else { break };
                 found.push(frame.buffer[frame.start..frame.start + frame.bytes].to_vec());
                 spare.put(frame.buffer);
             }
+            reader.begin_direct_receive(|head, bytes| {
+                is_wanted = !is_wanted;
+                let memory = Mutex::new(vec![0; bytes]);
+                let receive = is_wanted.then(|| Arc::new(OneReceive { memory, is_whole: Mutex::default() }))?;
+                direct = Some((head.to_vec(), receive.clone()));
+                Some(DirectReceiveHandle::of_mailbox(receive, bytes))
+            });
         }
         Ok(found)
     }

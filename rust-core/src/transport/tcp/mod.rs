@@ -141,6 +141,14 @@ struct TcpState {
 }
 
 impl TcpState {
+    /// Wakes the thread if a caller has taken events from the system and not handled them: the system does not tell of
+    /// them again.
+    fn announce_rest(&self) {
+        if self.has_more.load(Ordering::SeqCst) {
+            self.gate.ring();
+        }
+    }
+
     fn call(&self, call: TcpCommand) {
         self.calls.lock().push(call);
         self.gate.ring();
@@ -151,18 +159,23 @@ impl TcpState {
         // Also if it panics.
         let _end = ServiceEnd(self);
         loop {
+            let callers_receive = self.gate.callers_receive();
             let limit = {
                 let mut service = self.service.lock();
                 let Some(service) = service.as_mut() else { return };
-                if !service.serve_all(self.gate.callers_receive(), self) {
+                if !service.serve_all(callers_receive, self) {
                     return;
                 }
-                self.has_more.store(service.has_more(), Ordering::SeqCst);
-                service.limit()
+                let has_more = service.has_more();
+                self.has_more.store(has_more, Ordering::SeqCst);
+                match service.limit() {
+                    // Callers serve what is left, or ring the bell.
+                    limit if callers_receive => Some(limit.map_or(gate::TICK, |limit| limit.min(gate::TICK))),
+                    _ if has_more => Some(Duration::ZERO),
+                    limit => limit,
+                }
             };
-            // Stored before this question, so that a caller that begins to sleep after the answer rings the bell.
-            let has_more = self.has_more.load(Ordering::SeqCst) && !self.gate.callers_receive();
-            if let Err(error) = self.gate.wait(if has_more { Some(Duration::ZERO) } else { limit }) {
+            if let Err(error) = self.gate.wait(limit) {
                 monitor.close(&format!(
                     "connections from other hosts are not served any more: {}",
                     std::io::Error::from(error)
@@ -269,15 +282,19 @@ impl Carrier for Network {
 
     fn await_thread(&self, waits: bool) {
         self.shared.gate.await_thread(waits);
-        if waits && self.shared.has_more.load(Ordering::SeqCst) {
-            self.shared.gate.ring();
+        if waits {
+            self.shared.announce_rest();
         }
     }
 
     fn receives(&self, begins: bool) -> bool {
         match begins {
             true => self.shared.gate.enter(),
-            false => self.shared.gate.leave(),
+            false => {
+                if !self.shared.gate.leave() {
+                    self.shared.announce_rest();
+                }
+            }
         }
         true
     }

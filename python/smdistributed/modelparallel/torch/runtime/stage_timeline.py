@@ -17,7 +17,7 @@ import torch
 from smdistributed import _core
 from smdistributed._common import lifecycle
 
-#: How long the end of the process waits for the device.
+#: How long the end waits for the device.
 _FINISH_SECONDS = 5.0
 #: A time of the timeline's clock in nanoseconds, 0 without a timeline, or an event of the device.
 Mark = int | torch.cuda.Event
@@ -78,7 +78,7 @@ class StageTimeline:
             self._earlier, self._current = self._current, []
 
     def finish(self) -> None:
-        """Write the remaining intervals before the process ends, as far as the device completes them soon.
+        """Write the remaining intervals, as far as the device completes them soon.
 
         After a failure, it may wait for another process forever.
         """

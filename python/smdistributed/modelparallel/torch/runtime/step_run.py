@@ -117,7 +117,6 @@ class StepRun:
                 self._overlapped.end_step()
             if self._model.pipeline is not None:
                 self._model.pipeline.overlapped = None
-                self._model.pipeline.timeline.end_step()
 
     def _run_pipeline(self, calls: Sequence[Call]) -> list[Any]:
         model, recordings = self._model, self._recordings
@@ -159,6 +158,7 @@ class StepRun:
             }
         for written, found in zip(self._written, tensors, strict=True):
             write_back(written, found, pipeline.stale_storages)
+        pipeline.timeline.end_step()
         return [
             _with_tensors(output, values, found, self._detach)
             for output, values, found in zip(outputs, returned, tensors, strict=True)

@@ -35,7 +35,7 @@ impl Algorithm for Reduction {
 
     fn run(&self, request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
         if let Request::AllReduce { input, output, op } = request
-            && agreement::may_travel(input.bytes(), group.several_hosts(), group)
+            && agreement::fits_inline(input.bytes(), group.several_hosts(), group)
         {
             return small::all_reduce(input, output, *op, call, group);
         }

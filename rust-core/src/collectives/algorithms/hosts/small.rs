@@ -1,15 +1,17 @@
-//! All-reduces of a few kilobytes between hosts: the values travel with the calls, and one member of each host adds those
-//! of all members in rank order. So data takes the time of one message between hosts, instead of one for the agreement
-//! and two for each further host of a chain.
+//! All-reduces of a few kilobytes between hosts: the values are sent inline with the calls that hosts compare, and one
+//! member of each host adds those of all members in rank order. So they wait for one transfer between hosts, instead of
+//! one for the agreement and two for each further host of a chain.
+//!
+//! Each host computes the result for itself: bits are equal, except for the payload of NaNs on different processors.
 
 use crate::buffer::{ReduceOp, TensorView};
 use crate::collectives::Group;
-use crate::collectives::agreement::{TravellingValues, agree_and_combine};
+use crate::collectives::agreement::{InlineValues, agree_and_combine};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::error::{Error, Result};
 
-/// The all-reduce of tensors that may travel ([`crate::collectives::agreement::may_travel`]).
+/// The all-reduce of tensors that are small enough ([`crate::collectives::agreement::fits_inline`]).
 pub(super) fn all_reduce(
     input: &TensorView,
     output: &TensorView,
@@ -53,7 +55,7 @@ pub(super) fn all_reduce(
             std::slice::from_raw_parts(result.cast_const(), bytes).to_vec()
         }
     };
-    let combined = agree_and_combine(call, &TravellingValues { own, combine: &combine }, group)?;
+    let combined = agree_and_combine(call, &InlineValues { own, combine: &combine }, group)?;
     if combined.len() != bytes {
         return Err(Error::Internal(format!("a result of {} bytes instead of {bytes}", combined.len())));
     }
