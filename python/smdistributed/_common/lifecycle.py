@@ -39,12 +39,14 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leave the job; do nothing if this process is in none. :func:`init` may be called again afterwards."""
-    _run_before_finish()
-    _core.shutdown()
-    for name, value in _exported.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-    _exported.clear()
+    try:
+        _run_before_finish()
+    finally:
+        _core.shutdown()
+        for name, value in _exported.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+        _exported.clear()
 
 
 def export_environment() -> None:
@@ -95,7 +97,9 @@ def before_finish(method: Callable[[], None]) -> None:
 
 
 def _run_before_finish() -> None:
-    for pid, reference in _before_finish:
+    hooks = list(_before_finish)
+    _before_finish.clear()
+    for pid, reference in hooks:
         method = reference()
         if method is None or pid != os.getpid():
             continue
@@ -103,12 +107,13 @@ def _run_before_finish() -> None:
             method()
         except Exception:  # the process leaves the job nevertheless
             warnings.warn(f"before leaving the job: {traceback.format_exc()}", stacklevel=1)
-    _before_finish.clear()
 
 
 def _finish() -> None:
-    _run_before_finish()
-    _core.finish()
+    try:
+        _run_before_finish()
+    finally:
+        _core.finish()
 
 
 def _report(error: BaseException) -> None:

@@ -191,6 +191,8 @@ fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> 
         found.push(bytes);
     }
     wait_all(transport, &pending.messages, &group.wait)?;
+    // All are complete.
+    pending.messages.clear();
     drop(pending);
     Ok(found)
 }

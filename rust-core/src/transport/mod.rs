@@ -255,9 +255,9 @@ impl<'a> MessagePause<'a> {
         self.backoff = Self::backoff(self.transport);
     }
 
-    /// The caller does something else than to wait, in which it may sleep.
+    /// The caller does something else than to wait, in which it may sleep. A thread that receives for it goes on.
     pub(crate) fn stop_receiving(&mut self) {
-        self.receiver = None;
+        self.receiver.take_if(|receiver| !receiver.is_by_thread());
     }
 
     fn backoff(transport: &dyn Transport) -> Backoff {

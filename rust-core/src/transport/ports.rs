@@ -393,6 +393,11 @@ impl<'a> Receiver<'a> {
         Self { carrier, by_thread }
     }
 
+    /// Whether the carrier's thread receives for the caller.
+    pub(super) fn is_by_thread(&self) -> bool {
+        self.by_thread.is_some()
+    }
+
     /// Receives what has arrived, without waiting; returns whether there was anything.
     pub fn receive(&self) -> bool {
         self.by_thread.is_none() && self.carrier.receive()

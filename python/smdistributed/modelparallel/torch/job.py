@@ -126,10 +126,12 @@ def shutdown() -> None:
     :func:`init` may be called again. The process stays in the job.
     """
     if state.initialized:
-        if state.model is not None and state.model.pipeline is not None:
-            state.model.pipeline.timeline.finish()
-        state.groups.close()
-        state.leave()
+        try:
+            if state.model is not None and state.model.pipeline is not None:
+                state.model.pipeline.timeline.finish()
+        finally:
+            state.groups.close()
+            state.leave()
 
 
 def is_initialized() -> bool:

@@ -575,6 +575,7 @@ class DistributedModel(nn.Module):
         if self.sharded is not None:
             raise SMPUnsupportedError("`model.cpu()` does not support sharded parameters: use `model.state_dict()`")
         materialize.gather(self.module, communication.allgather(self._content(), CommGroup.PP_GROUP))
+        self.pipeline.timeline.finish()
         self.pipeline, self._is_whole = None, True
         return self
 

@@ -17,6 +17,7 @@
 //!   a quarter of a small all-reduce, and to set a timer more than that.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -34,12 +35,16 @@ pub(super) struct ReceiveGate {
     /// The epoll of the connections; a descriptor of its own, so that it outlives the service.
     connections: OwnedFd,
     bell: OwnedFd,
+    /// How often callers have looked for frames.
+    looks: AtomicU64,
     state: Mutex<GateState>,
 }
 
 struct GateState {
     /// Number of callers that receive.
     receivers: usize,
+    /// How often they had looked for frames when the thread last asked.
+    looks: u64,
     /// When the last one stopped.
     stopped: Option<Instant>,
     /// Number of callers that wait for the thread.
@@ -59,8 +64,8 @@ impl ReceiveGate {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &connections, CONNECTIONS, EventFlags::IN)?;
         epoll::add(&epoll, &bell, DOORBELL, EventFlags::IN)?;
-        let state = GateState { receivers: 0, stopped: None, sleepers: 0, is_watched: true };
-        Ok(Self { epoll, connections, bell, state: Mutex::new(state) })
+        let state = GateState { receivers: 0, looks: 0, stopped: None, sleepers: 0, is_watched: true };
+        Ok(Self { epoll, connections, bell, looks: AtomicU64::new(0), state: Mutex::new(state) })
     }
 
     /// Waits until the thread has something to do, and at most until the limit, which is a [`TICK`] while callers receive.
@@ -85,11 +90,14 @@ impl ReceiveGate {
         }
     }
 
-    /// Whether a caller receives or will soon; then the thread leaves the connections to it, and data does not wake it.
+    /// Whether a caller receives or will soon. One that has not looked since the last question has lost its core or does
+    /// something else, and does not count. If there is one, the thread leaves the connections to it, and data does not wake it.
     pub(super) fn callers_receive(&self) -> bool {
         let mut state = self.state.lock();
-        let pauses = || state.sleepers == 0 && state.stopped.is_some_and(|stopped| stopped.elapsed() < PAUSE);
-        let receive = state.receivers > 0 || pauses();
+        let looks = self.looks.load(Ordering::Relaxed);
+        let have_looked = std::mem::replace(&mut state.looks, looks) != looks;
+        let pause = || state.sleepers == 0 && state.stopped.is_some_and(|stopped| stopped.elapsed() < PAUSE);
+        let receive = (state.receivers > 0 && have_looked) || pause();
         self.watch(&mut state, !receive);
         receive
     }
@@ -106,6 +114,16 @@ impl ReceiveGate {
     /// A caller begins to receive.
     pub(super) fn enter(&self) {
         self.state.lock().receivers += 1;
+    }
+
+    /// A caller looks for frames.
+    pub(super) fn look(&self) {
+        self.looks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether arriving data wakes the thread, which then does not look for anything by itself.
+    pub(super) fn is_watched(&self) -> bool {
+        self.state.lock().is_watched
     }
 
     /// A caller stops to receive. Returns whether the thread will look by itself for what it has left undone.
@@ -159,10 +177,13 @@ mod tests {
         (ReceiveGate::new(&connections).unwrap(), connections, data)
     }
 
-    /// Whether the gate finds nothing until the limit.
-    fn waits(gate: &ReceiveGate, limit: Duration) -> bool {
+    /// Whether the gate finds nothing until the limit, while callers look or do not.
+    fn waits(gate: &ReceiveGate, callers_look: bool, limit: Duration) -> bool {
         let start = Instant::now();
         while start.elapsed() < limit {
+            if callers_look {
+                gate.look();
+            }
             let limit = if gate.callers_receive() { TICK } else { limit };
             if gate.wait(Some(limit)).unwrap() {
                 return false;
@@ -174,17 +195,18 @@ mod tests {
     #[test]
     fn data_wakes_the_thread_unless_a_caller_receives() {
         let (gate, _connections, data) = gate();
-        assert!(waits(&gate, SHORT_TIMEOUT));
+        assert!(waits(&gate, false, SHORT_TIMEOUT));
         gate.enter();
         gate.enter();
         io::write(&data, &1u64.to_ne_bytes()).unwrap();
-        assert!(waits(&gate, SHORT_TIMEOUT));
+        assert!(waits(&gate, true, SHORT_TIMEOUT));
+        assert!(!waits(&gate, false, LONG), "callers do not look");
         gate.leave();
-        assert!(waits(&gate, SHORT_TIMEOUT), "another caller still receives");
+        assert!(waits(&gate, true, SHORT_TIMEOUT), "another caller still receives");
         gate.leave();
-        assert!(!waits(&gate, LONG));
+        assert!(!waits(&gate, false, LONG));
         io::read(&data, &mut [0; 8]).unwrap();
-        assert!(waits(&gate, SHORT_TIMEOUT));
+        assert!(waits(&gate, false, SHORT_TIMEOUT));
     }
 
     #[test]
@@ -192,6 +214,7 @@ mod tests {
         let (gate, _connections, data) = gate();
         io::write(&data, &1u64.to_ne_bytes()).unwrap();
         let is_woken = || {
+            gate.look();
             gate.callers_receive();
             gate.wait(Some(Duration::ZERO)).unwrap()
         };
@@ -211,6 +234,6 @@ mod tests {
         let (gate, _connections, _data) = gate();
         gate.enter();
         gate.ring();
-        assert!(!waits(&gate, LONG));
+        assert!(!waits(&gate, true, LONG));
     }
 }

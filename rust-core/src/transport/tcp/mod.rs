@@ -301,10 +301,16 @@ impl Carrier for Network {
 
     fn receive(&self) -> bool {
         let shared = &self.shared;
+        shared.gate.look();
         let Some(mut service) = shared.service.try_lock() else { return false };
         let Some(serving) = service.as_mut() else { return false };
         let received = serving.receive(shared);
-        shared.has_more.store(serving.has_more(), Ordering::SeqCst);
+        let has_more = serving.has_more();
+        shared.has_more.store(has_more, Ordering::SeqCst);
+        if has_more && shared.gate.is_watched() {
+            // This caller may lose its core before it looks again. The thread looks every tick from now on.
+            shared.gate.ring();
+        }
         received
     }
 

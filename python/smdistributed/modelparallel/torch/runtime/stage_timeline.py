@@ -86,10 +86,13 @@ class StageTimeline:
         for intervals in (self._earlier, self._current):
             while intervals and not intervals[-1].end.query():
                 if time.monotonic() >= deadline:
+                    self._earlier, self._current = [], []
                     warnings.warn("the timeline lacks the last stages: the device has not completed them", stacklevel=1)
                     return
                 time.sleep(0.01)
             self._write(intervals)
+        # A later step begins anew, perhaps in another job.
+        self._reference = None
 
     def _record(self) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
