@@ -141,7 +141,8 @@ impl Drop for Pending<'_> {
     }
 }
 
-/// Sends bytes to some members and receives from others, all at the same time; returns what was received, in order.
+/// Sends bytes to some members and receives bytes from others, all at the same time. Returns the received bytes in the
+/// order of `receives`.
 fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> Result<Vec<Vec<u8>>> {
     let transport = group.transport;
     let head = |bytes: &[u8]| {

@@ -149,7 +149,7 @@ pub struct HostsTransport {
 }
 
 /// Frames go through shared memory within the host, and through a carrier to other hosts. The only doorbell is in
-/// shared memory: the carrier's thread rings it.
+/// shared memory: the thread that receives a frame from the carrier rings it.
 struct HostsLink {
     rings: Rings,
     /// By member: its position in the shared memory, if it runs on this host.

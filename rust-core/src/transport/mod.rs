@@ -249,8 +249,8 @@ impl<'a> MessagePause<'a> {
         Self { transport, backoff: Self::backoff(transport), receiver: None }
     }
 
-    /// Begins a new wait, because what was awaited has come. The caller goes on receiving: to let the carrier's thread
-    /// receive in between would wake it.
+    /// Begins the wait for the next message after one has arrived. The caller goes on reading the connections: the
+    /// carrier's thread would have to be woken to read them in between.
     pub(crate) fn restart(&mut self) {
         self.backoff = Self::backoff(self.transport);
     }

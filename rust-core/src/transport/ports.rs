@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   port of a group --send--> carrier .. network .. carrier --take--> inbox of a port --> mailbox
-//!   (any thread)                                    (carrier's thread)
+//!   (any thread)                        (carrier's thread, or a caller that receives)
 //! ```
 //!
-//! The carrier's thread also makes progress for mailboxes ([`MailboxProgress`]), so that messages move while all
-//! other threads of the process compute.
+//! Both also make progress for mailboxes ([`MailboxProgress`]), so that messages move while all other threads of the
+//! process compute.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};

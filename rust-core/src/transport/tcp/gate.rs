@@ -126,7 +126,8 @@ impl ReceiveGate {
         self.state.lock().is_watched
     }
 
-    /// A caller stops to receive. Returns whether the thread will look by itself for what it has left undone.
+    /// A caller stops receiving. Returns whether the thread will read the frames that the caller has left unread at its
+    /// next [`TICK`], without being woken.
     pub(super) fn leave(&self) -> bool {
         let mut state = self.state.lock();
         state.receivers -= 1;

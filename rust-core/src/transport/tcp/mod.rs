@@ -169,7 +169,7 @@ impl TcpState {
                 let has_more = service.has_more();
                 self.has_more.store(has_more, Ordering::SeqCst);
                 match service.limit() {
-                    // Callers serve what is left, or ring the bell.
+                    // Callers read the remaining frames, or wake this thread by the bell.
                     limit if callers_receive => Some(limit.map_or(gate::TICK, |limit| limit.min(gate::TICK))),
                     _ if has_more => Some(Duration::ZERO),
                     limit => limit,
