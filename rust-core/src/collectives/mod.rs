@@ -32,6 +32,7 @@ mod point_to_point;
 pub mod reference;
 pub(crate) mod result_stores;
 pub mod rows;
+mod scratch;
 mod stores;
 pub mod window;
 
@@ -46,6 +47,7 @@ use depth::DepthChooser;
 use paths::{PathChooser, PathClass};
 use result_stores::ResultStores;
 pub use rows::MakeOutputs;
+use scratch::ScratchMemory;
 use stores::StoreChooser;
 pub use window::Window;
 
@@ -222,6 +224,8 @@ pub(crate) struct Group<'a> {
     results: &'a ResultStores,
     /// How many pieces this member has in flight between hosts.
     depths: &'a DepthChooser,
+    /// Memory for values on their way between hosts.
+    scratch: &'a ScratchMemory,
     wait: Wait<'a>,
     id: u64,
     /// The number of operations of the group before this one; equal on all members.

@@ -18,7 +18,7 @@ use crate::transport::ports::Carrier;
 use crate::transport::tcp::{self, Network};
 use crate::transport::{HostsTransport, Members, Transport};
 use crate::world::rendezvous::Client;
-use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage, TagOptions};
+use crate::world::rendezvous::frame_tag::{MacAlgorithm, MacTimes, TagCoverage, TagOptions};
 use crate::world::{Monitor, env};
 
 /// The connection between the hosts of a job.
@@ -55,8 +55,8 @@ struct HostReport {
     /// The address at which it listens for TCP.
     address: tcp::TcpAddress,
     trusts_network: bool,
-    /// The faster way to authenticate frames on its processor.
-    algorithm: MacAlgorithm,
+    /// The times of the ways to authenticate frames on its processor.
+    mac_times: MacTimes,
 }
 
 /// The transport that all ranks use.
@@ -87,7 +87,7 @@ impl Session {
         let (listener, address) = tcp::listen(local.ip(), tcp::interface::address(&config::INTERFACE)?)?;
         let without_mpi = plugin.as_ref().err().map(Error::text);
         let trusts_network = config::TRUSTED_NETWORK.flag()?;
-        let own = HostReport { without_mpi, address, trusts_network, algorithm: MacAlgorithm::fastest() };
+        let own = HostReport { without_mpi, address, trusts_network, mac_times: MacTimes::measure() };
         match (self.agree(client, own, deadline)?, plugin) {
             (TransportChoice::Mpi, Ok(plugin)) => {
                 mpi::start(&plugin, self.size(), &self.monitor, deadline).map(HostConnection::Mpi)
@@ -181,11 +181,11 @@ impl Session {
         // The first rank with each answer.
         let mut trusting = own.trusts_network.then_some(0);
         let mut untrusting = (!own.trusts_network).then_some(0);
-        let mut algorithms = vec![own.algorithm];
+        let mut mac_times = vec![own.mac_times];
         for rank in 1..self.size() {
             let answer: HostReport = decode(&client.get(&answer_key(rank), &[rank], remaining())?, rank)?;
             book.push(answer.address);
-            algorithms.push(answer.algorithm);
+            mac_times.push(answer.mac_times);
             (if answer.trusts_network { &mut trusting } else { &mut untrusting }).get_or_insert(rank);
             if let (None, Some(reason)) = (&why, answer.without_mpi) {
                 let host = &self.hosts[self.places[rank].host as usize];
@@ -200,7 +200,7 @@ impl Session {
             );
         }
         let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
-        let (algorithm, slower) = MacAlgorithm::common(&algorithms);
+        let (algorithm, slower) = MacAlgorithm::common(&mac_times);
         if let (Some(rank), TagCoverage::WholeFrame, Some(_)) = (slower, coverage, &why) {
             tracing::warn!(
                 "BLAKE3 authenticates TCP frames, although AEGIS is faster on other hosts: rank {rank} on host {} has no \

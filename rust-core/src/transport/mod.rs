@@ -187,6 +187,15 @@ pub trait Transport: Send + Sync {
     }
 }
 
+/// Global ranks that the incomplete ones of `messages` wait for.
+pub(crate) fn awaited_ranks<'a>(messages: impl Iterator<Item = &'a Message>, members: &Members) -> Vec<usize> {
+    let unfinished = messages.filter(|message| message.poll().is_none());
+    let mut ranks: Vec<usize> = unfinished.flat_map(|message| message.partners(members)).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
+}
+
 /// Waits for all `messages`. `missing` are the global ranks of their peers, for errors. After an error, none of the
 /// messages accesses its memory any more.
 ///
@@ -214,13 +223,7 @@ pub fn wait_all(transport: &dyn Transport, messages: &[Message], wait: &Wait<'_>
         if pause.pause() {
             continue;
         }
-        let missing = || {
-            let unfinished = messages.iter().filter(|message| message.poll().is_none());
-            let mut ranks: Vec<usize> = unfinished.flat_map(|message| message.partners(transport.members())).collect();
-            ranks.sort_unstable();
-            ranks.dedup();
-            ranks
-        };
+        let missing = || awaited_ranks(messages.iter(), transport.members());
         match wait.check(missing) {
             Ok(()) => sleeps.sleep(missing, || transport.wait_doorbell(seen, POLL_INTERVAL)),
             Err(error) => break error,
@@ -253,6 +256,16 @@ impl<'a> MessagePause<'a> {
     /// carrier's thread would have to be woken to read them in between.
     pub(crate) fn restart(&mut self) {
         self.backoff = Self::backoff(self.transport);
+    }
+
+    /// Receives what has arrived, between two parts of the caller's own work: otherwise senders would wait for room.
+    pub(crate) fn receive(&mut self) {
+        if self.receiver.is_none() {
+            self.receiver = self.transport.receiver();
+        }
+        if let Some(receiver) = &self.receiver {
+            receiver.receive();
+        }
     }
 
     /// The caller does something else than to wait, in which it may sleep. A thread that receives for it goes on.

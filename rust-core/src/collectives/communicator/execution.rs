@@ -200,6 +200,7 @@ impl GroupState {
             stores: &self.stores,
             results: &self.results,
             depths: &self.depths,
+            scratch: &self.scratch,
             wait,
             id: self.id,
             operation: self.operations.fetch_add(1, Ordering::Relaxed),

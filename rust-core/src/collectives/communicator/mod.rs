@@ -33,6 +33,7 @@ use crate::collectives::depth::DepthChooser;
 use crate::collectives::paths::PathChooser;
 use crate::collectives::point_to_point::PointToPoint;
 use crate::collectives::result_stores::ResultStores;
+use crate::collectives::scratch::ScratchMemory;
 use crate::collectives::stores::StoreChooser;
 use crate::collectives::window::Window;
 use crate::collectives::{Overlap, Request};
@@ -84,6 +85,7 @@ struct GroupState {
     stores: StoreChooser,
     results: ResultStores,
     depths: DepthChooser,
+    scratch: ScratchMemory,
     made: Instant,
     /// When the running operation began, in nanoseconds after `made`, plus one; 0 if none runs.
     entered: AtomicU64,
@@ -129,6 +131,7 @@ impl Communicator {
             stores,
             results: ResultStores::default(),
             depths: DepthChooser::default(),
+            scratch: ScratchMemory::default(),
             made: Instant::now(),
             entered: AtomicU64::new(0),
             operations: AtomicU64::new(0),

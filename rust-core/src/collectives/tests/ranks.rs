@@ -83,12 +83,21 @@ pub(super) fn alternating(size: usize) -> Vec<Arc<dyn Transport>> {
     over_mpi(size, |member| member % 2)
 }
 
+/// Each member on a host of its own.
+pub(super) fn alone(size: usize) -> Vec<Arc<dyn Transport>> {
+    over_mpi(size, |member| member)
+}
+
 pub(super) fn tcp_pairs(size: usize) -> Vec<Arc<dyn Transport>> {
     over_tcp(size, |member| member / 2)
 }
 
 pub(super) fn tcp_alternating(size: usize) -> Vec<Arc<dyn Transport>> {
     over_tcp(size, |member| member % 2)
+}
+
+pub(super) fn tcp_alone(size: usize) -> Vec<Arc<dyn Transport>> {
+    over_tcp(size, |member| member)
 }
 
 pub(super) struct TestGroup {

@@ -339,14 +339,16 @@ mod tests {
     use crate::world::rendezvous::frame::Sealer;
     use crate::world::rendezvous::frame_tag::{MacAlgorithm, TagCoverage};
 
-    const ALL_TAGS: [TagOptions; 4] = {
-        use MacAlgorithm::{Aegis, Blake3};
+    const ALL_TAGS: [TagOptions; 6] = {
+        use MacAlgorithm::{Aegis128X2, Aegis128X4, Blake3};
         use TagCoverage::{HeadOnly, WholeFrame};
         [
             TagOptions { algorithm: Blake3, coverage: WholeFrame },
             TagOptions { algorithm: Blake3, coverage: HeadOnly },
-            TagOptions { algorithm: Aegis, coverage: WholeFrame },
-            TagOptions { algorithm: Aegis, coverage: HeadOnly },
+            TagOptions { algorithm: Aegis128X2, coverage: WholeFrame },
+            TagOptions { algorithm: Aegis128X2, coverage: HeadOnly },
+            TagOptions { algorithm: Aegis128X4, coverage: WholeFrame },
+            TagOptions { algorithm: Aegis128X4, coverage: HeadOnly },
         ]
     };
 

@@ -110,7 +110,7 @@ fn is_served(ends: &[Endpoint]) {
 
 #[test]
 fn frames_of_every_size_arrive_in_order_and_the_last_ones_outlive_the_sender() {
-    for algorithm in [MacAlgorithm::Blake3, MacAlgorithm::Aegis] {
+    for algorithm in MacAlgorithm::ALL {
         for coverage in [TagCoverage::WholeFrame, TagCoverage::HeadOnly] {
             frames_of_every_size_arrive(TagOptions { algorithm, coverage });
         }

@@ -25,6 +25,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use super::steps::{self, MessageSteps};
 use crate::buffer::{DType, ReduceOp};
 use crate::collectives::Group;
 use crate::collectives::depth::{DepthTimer, MAX_DEPTH, ReductionSize};
@@ -32,7 +33,7 @@ use crate::collectives::kernels::{self, Fold, FoldStage, carry_bytes};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::ports::PAYLOAD_BYTES;
-use crate::transport::{Message, MessagePause, POLL_INTERVAL, Tag};
+use crate::transport::{Message, Tag};
 
 /// The smallest piece for which a second channel pays off.
 const SMALL_BYTES: usize = 16 << 10;
@@ -122,19 +123,17 @@ pub(super) struct ChannelOwner<'a> {
     channel: usize,
     /// Pieces below this number may be used (CHN-3).
     released: usize,
+    /// Pieces below this number are to be completed.
+    until: usize,
     streams: Vec<CarryStream>,
     sends: Vec<PieceSend>,
-    /// Memory of carries, for reuse.
-    spare: Vec<Vec<u128>>,
     /// The number of pieces under way (CHN-5).
     depth: DepthTimer<'a>,
 }
 
 impl Drop for ChannelOwner<'_> {
     fn drop(&mut self) {
-        let open = self.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
-        let messages = open.chain(self.sends.iter().map(|send| &send.message));
-        messages.for_each(|message| self.group.transport.cancel(message));
+        self.awaited().for_each(|message| self.group.transport.cancel(message));
     }
 }
 
@@ -181,7 +180,7 @@ impl<'a> ChannelOwner<'a> {
         let results = streams.iter().filter(|stream| matches!(stream.kind, ChainKind::Result));
         let results = if begins { results.map(|stream| stream.pieces.len()).sum() } else { 0 };
         let depth = group.depths.begin(ReductionSize { pieces: chain.pieces.len(), results });
-        Some(Self { chain, group, hosts, channel, released: 0, streams, sends: Vec::new(), spare: Vec::new(), depth })
+        Some(Self { chain, group, hosts, channel, released: 0, until: 0, streams, sends: Vec::new(), depth })
     }
 
     /// Releases the pieces below `released`, and works until those below `until` are complete.
@@ -189,63 +188,9 @@ impl<'a> ChannelOwner<'a> {
     /// Safety
     /// From now until the pieces are complete, only their owners access the parts of released pieces.
     pub(super) unsafe fn work(&mut self, released: usize, until: usize) -> Result<()> {
-        self.released = released;
-        let transport = self.group.transport;
-        let mut pause = MessagePause::new(transport);
-        loop {
-            let seen = transport.doorbell();
-            self.post();
-            transport.progress();
-            let moved = self.step()?;
-            if self.is_complete(until) {
-                return Ok(());
-            }
-            if moved {
-                pause.restart();
-                continue;
-            }
-            if pause.pause() {
-                continue;
-            }
-            self.group.wait.check(|| self.missing())?;
-            transport.wait_doorbell(seen, POLL_INTERVAL);
-        }
-    }
-
-    fn is_complete(&self, until: usize) -> bool {
-        self.sends.iter().all(|send| send.piece >= until)
-            && self.streams.iter().all(|stream| stream.next().is_none_or(|piece| piece >= until))
-    }
-
-    /// Posts receives.
-    fn post(&mut self) {
-        let chain = self.chain;
-        for stream in &mut self.streams {
-            let Some(from) = stream.from else { continue };
-            while stream.posted < stream.pieces.len().min(stream.done + MAX_DEPTH) {
-                let number = stream.pieces[stream.posted];
-                let piece = &chain.pieces[number];
-                let (mut memory, place, bytes);
-                match stream.kind {
-                    ChainKind::Carry { .. } => {
-                        bytes = chain.elems(piece) * carry_bytes(chain.dtype);
-                        memory = carry_memory(&mut self.spare, bytes);
-                        place = memory.as_mut_ptr().cast();
-                    }
-                    ChainKind::Result if number >= self.released => break,
-                    ChainKind::Result => {
-                        (memory, bytes) = (Vec::new(), piece.bytes);
-                        place = chain.place(piece, self.channel);
-                    }
-                }
-                // SAFETY: `memory` does not move, and only this owner accesses the parts of a released piece, until
-                // the message is complete or cancelled. The result overwrites only values that have been added
-                // (CHN-2).
-                let message = unsafe { self.group.transport.post_recv(Some(from), stream.tag, place, bytes) };
-                stream.open.push_back((message, memory));
-                stream.posted += 1;
-            }
-        }
+        (self.released, self.until) = (released, until);
+        let group = self.group;
+        steps::run(self, group)
     }
 
     /// Whether as many pieces before `piece` are under way as may be (CHN-5).
@@ -254,49 +199,6 @@ impl<'a> ChannelOwner<'a> {
         let awaited = results.map(|stream| stream.pieces.partition_point(|other| *other < piece) - stream.done);
         let depth = self.depth.pieces();
         self.sends.len() >= depth || awaited.sum::<usize>() >= depth
-    }
-
-    /// Makes progress without waiting; returns whether there was any.
-    fn step(&mut self) -> Result<bool> {
-        let mut moved = false;
-        for index in 0..self.streams.len() {
-            while let Some(piece) = self.streams[index].next().filter(|piece| *piece < self.released) {
-                let is_behind = self.is_behind(piece);
-                let stream = &mut self.streams[index];
-                let carry = match (stream.from, stream.open.front()) {
-                    // The first span waits for no carry, only for its own sends and the results of earlier pieces.
-                    (None, _) if is_behind => break,
-                    (None, _) => None,
-                    (Some(_), Some((message, _))) => match message.poll() {
-                        None => break,
-                        Some(Err(error)) => return Err(error),
-                        Some(Ok(_)) => stream.open.pop_front().map(|(_, memory)| memory),
-                    },
-                    (Some(_), None) => break,
-                };
-                let kind = stream.kind;
-                stream.done += 1;
-                moved = true;
-                match kind {
-                    ChainKind::Carry { span } => self.fold(span, piece, carry),
-                    ChainKind::Result => {
-                        self.depth.note_result();
-                        self.pass_on(piece);
-                    }
-                }
-            }
-        }
-        let mut error = None;
-        let (before, spare) = (self.sends.len(), &mut self.spare);
-        self.sends.retain_mut(|send| match send.message.poll() {
-            None => true,
-            Some(result) => {
-                error = error.take().or(result.err());
-                keep(spare, std::mem::take(&mut send.memory));
-                false
-            }
-        });
-        error.map_or(Ok(moved || self.sends.len() < before), Err)
     }
 
     /// Adds the values of the members of `span` to the carry, and sends the sum to the next span, or the result to
@@ -343,7 +245,7 @@ impl<'a> ChannelOwner<'a> {
             let (from, memory) = match (&sources[..], &carry) {
                 ([values], None) if next.is_some() && kernels::is_own_carry(chain.dtype) => (*values, Vec::new()),
                 _ => {
-                    let mut made = carry_memory(&mut self.spare, bytes);
+                    let mut made = self.group.scratch.take(bytes);
                     // SAFETY: the parts are valid for the piece, and only this owner accesses them; the carries have
                     // that many elements in the accumulation type. Validation checked the op.
                     unsafe { kernels::fold(&Fold { outputs: &[made.as_mut_ptr().cast()], ..fold }) };
@@ -360,7 +262,7 @@ impl<'a> ChannelOwner<'a> {
             unsafe { kernels::fold(&Fold { outputs: &places, ..fold }) };
             self.send_on(number);
         }
-        keep(&mut self.spare, carry.unwrap_or_default());
+        group.scratch.put(carry.unwrap_or_default());
     }
 
     /// Copies a result, which has arrived at the first of its places, to the others.
@@ -399,29 +301,89 @@ impl<'a> ChannelOwner<'a> {
             unsafe { self.group.transport.post_send(map.owner(before, self.channel), TAG_RESULT, place, piece.bytes) };
         self.sends.push(PieceSend { piece: number, message, memory: Vec::new() });
     }
+}
 
-    /// Global ranks that this owner waits for.
-    fn missing(&self) -> Vec<usize> {
-        let open = self.streams.iter().flat_map(|stream| stream.open.front());
-        let waiting = open.map(|(message, _)| message).chain(self.sends.iter().map(|send| &send.message));
-        let mut ranks: Vec<usize> = (waiting.filter(|message| message.poll().is_none()))
-            .flat_map(|message| message.partners(self.group.members))
-            .collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
+impl MessageSteps for ChannelOwner<'_> {
+    fn post(&mut self) {
+        let chain = self.chain;
+        for stream in &mut self.streams {
+            let Some(from) = stream.from else { continue };
+            while stream.posted < stream.pieces.len().min(stream.done + MAX_DEPTH) {
+                let number = stream.pieces[stream.posted];
+                let piece = &chain.pieces[number];
+                let (mut memory, place, bytes);
+                match stream.kind {
+                    ChainKind::Carry { .. } => {
+                        bytes = chain.elems(piece) * carry_bytes(chain.dtype);
+                        memory = self.group.scratch.take(bytes);
+                        place = memory.as_mut_ptr().cast();
+                    }
+                    ChainKind::Result if number >= self.released => break,
+                    ChainKind::Result => {
+                        (memory, bytes) = (Vec::new(), piece.bytes);
+                        place = chain.place(piece, self.channel);
+                    }
+                }
+                // SAFETY: `memory` does not move, and only this owner accesses the parts of a released piece, until
+                // the message is complete or cancelled. The result overwrites only values that have been added
+                // (CHN-2).
+                let message = unsafe { self.group.transport.post_recv(Some(from), stream.tag, place, bytes) };
+                stream.open.push_back((message, memory));
+                stream.posted += 1;
+            }
+        }
     }
-}
 
-/// Memory of at least `bytes` bytes, with any contents.
-fn carry_memory(spare: &mut Vec<Vec<u128>>, bytes: usize) -> Vec<u128> {
-    let words = bytes.div_ceil(16);
-    spare.pop().filter(|memory| memory.len() >= words).unwrap_or_else(|| vec![0; words])
-}
+    fn step(&mut self) -> Result<bool> {
+        let mut moved = false;
+        for index in 0..self.streams.len() {
+            while let Some(piece) = self.streams[index].next().filter(|piece| *piece < self.released) {
+                let is_behind = self.is_behind(piece);
+                let stream = &mut self.streams[index];
+                let carry = match (stream.from, stream.open.front()) {
+                    // The first span waits for no carry, only for its own sends and the results of earlier pieces.
+                    (None, _) if is_behind => break,
+                    (None, _) => None,
+                    (Some(_), Some((message, _))) => match message.poll() {
+                        None => break,
+                        Some(Err(error)) => return Err(error),
+                        Some(Ok(_)) => stream.open.pop_front().map(|(_, memory)| memory),
+                    },
+                    (Some(_), None) => break,
+                };
+                let kind = stream.kind;
+                stream.done += 1;
+                moved = true;
+                match kind {
+                    ChainKind::Carry { span } => self.fold(span, piece, carry),
+                    ChainKind::Result => {
+                        self.depth.note_result();
+                        self.pass_on(piece);
+                    }
+                }
+            }
+        }
+        let mut error = None;
+        let (before, scratch) = (self.sends.len(), self.group.scratch);
+        self.sends.retain_mut(|send| match send.message.poll() {
+            None => true,
+            Some(result) => {
+                error = error.take().or(result.err());
+                scratch.put(std::mem::take(&mut send.memory));
+                false
+            }
+        });
+        error.map_or(Ok(moved || self.sends.len() < before), Err)
+    }
 
-fn keep(spare: &mut Vec<Vec<u128>>, memory: Vec<u128>) {
-    if !memory.is_empty() {
-        spare.push(memory);
+    fn is_complete(&self) -> bool {
+        self.sends.iter().all(|send| send.piece >= self.until)
+            && self.streams.iter().all(|stream| stream.next().is_none_or(|piece| piece >= self.until))
+    }
+
+    fn awaited(&self) -> impl Iterator<Item = &Message> {
+        let open = self.streams.iter().flat_map(|stream| stream.open.iter().map(|(message, _)| message));
+        open.chain(self.sends.iter().map(|send| &send.message))
     }
 }
 

@@ -8,14 +8,16 @@
 use super::{Algorithm, copy};
 use crate::buffer::{ReduceOp, TensorView};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::{Group, Request, agreement};
+use crate::collectives::{Group, Request, Window, agreement};
 use crate::error::Result;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::layout::ARENA_BYTES;
 
 mod chain;
+mod distributed;
 mod small;
 mod spread;
+mod steps;
 
 pub(super) use spread::Spread;
 
@@ -40,6 +42,9 @@ impl Algorithm for Reduction {
             return small::all_reduce(input, output, *op, call, group);
         }
         agreement::agree_without_memory(call, group)?;
+        if distributed::accepts(call, group) {
+            return distributed::run(request, call, group);
+        }
         match request {
             Request::AllReduce { input, output, op } => {
                 reduce(std::slice::from_ref(input), Some(output), |_| ResultRanks::All, *op, group)
@@ -53,13 +58,8 @@ impl Algorithm for Reduction {
             }
             Request::AllReduceWindow { window, op, .. } => {
                 let Hosts { map, memory } = group.several_hosts();
-                let (bytes, arrived) = (call.bytes(), memory.phase().wrapping_sub(1));
-                let mut parts = Vec::with_capacity(memory.size());
-                for (position, member) in map.members_of(map.host_of(group.members.me)).iter().enumerate() {
-                    let offset = agreement::offset_bytes(memory, position, arrived, window, bytes)?;
-                    let start = window.peer(*member).expect("a window is visible to the members of one host");
-                    parts.push(start.wrapping_add(offset));
-                }
+                let bytes = call.bytes();
+                let parts = window_parts(window, bytes, group)?;
                 let own = parts[memory.me()];
                 let pieces: Vec<ChainPiece> = chain::pieces(0..bytes, call.dtype, map.channels())
                     .map(|range| ChainPiece {
@@ -82,6 +82,19 @@ impl Algorithm for Reduction {
             _ => unreachable!("`accepts` takes reductions only"),
         }
     }
+}
+
+/// The ranges of the window that members of this host reduce, by position, after they have compared their calls.
+fn window_parts(window: &Window, bytes: usize, group: &Group<'_>) -> Result<Vec<*mut u8>> {
+    let Hosts { map, memory } = group.several_hosts();
+    let arrived = memory.phase().wrapping_sub(1);
+    let here = map.members_of(map.host_of(group.members.me)).iter().enumerate();
+    here.map(|(position, member)| {
+        let offset = agreement::offset_bytes(memory, position, arrived, window, bytes)?;
+        let start = window.peer(*member).expect("a window is visible to the members of one host");
+        Ok(start.wrapping_add(offset))
+    })
+    .collect()
 }
 
 /// Sections of tensors go through the arenas in turn, each through a slot of this size. While the chain reduces some,
