@@ -2,7 +2,7 @@
 //! (COL-3).
 
 use super::call::{Call, CallAgreement, Kind, compare};
-use super::call_exchange::{decode, encode};
+use super::call_exchange::{ValueSpan, decode, encode};
 use super::{Group, Window, call_exchange};
 use crate::buffer::DType;
 use crate::buffer::ReduceOp;
@@ -188,53 +188,95 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
 
 /// Values that are sent inline with the calls of members on several hosts.
 pub(crate) struct InlineValues<'a> {
-    pub(crate) own: &'a [u8],
-    /// Makes the result from the values of all members, on one member of each host.
-    pub(crate) combine: &'a dyn Fn(&[Vec<u8>]) -> Vec<u8>,
+    pub(crate) own: ValueSpan,
+    /// Where this member's result goes, with as many bytes; may be the same memory.
+    pub(crate) output: *mut u8,
+    /// Writes the result of the values of all members to an address, on one member of each host.
+    pub(crate) combine: &'a dyn Fn(&[ValueSpan], *mut u8),
 }
 
-/// Whether as many bytes of each member may be sent inline with their calls: no more than a network moves in the time of the
+/// The values of all members that may be sent inline with their calls: no more than a network moves in the time of the
 /// two messages that this saves, some 25 us. Also bounds what each host receives.
+const MAX_INLINE_BYTES: usize = 128 << 10;
+
+/// Whether as many bytes of each member may be sent inline with their calls.
 pub(crate) fn fits_inline(bytes: usize, hosts: &Hosts, group: &Group<'_>) -> bool {
-    const MAX_BYTES: usize = 128 << 10;
-    call_exchange::is_direct(hosts.map.num_hosts()) && bytes.saturating_mul(group.members.size()) <= MAX_BYTES
+    call_exchange::is_direct(hosts.map.num_hosts()) && bytes.saturating_mul(group.members.size()) <= MAX_INLINE_BYTES
 }
 
-/// As [`agree_without_memory`]; also combines the values of all members. Returns the result on each of them.
-pub(crate) fn agree_and_combine(call: &Call, values: &InlineValues<'_>, group: &Group<'_>) -> Result<Vec<u8>> {
+/// As [`agree_without_memory`]; also combines the values of all members.
+///
+/// # Safety
+/// The values are valid, and so is the output for as many bytes, which [`fits_inline`] accepts. No other code accesses
+/// them during the call.
+pub(crate) unsafe fn agree_and_combine(call: &Call, values: &InlineValues<'_>, group: &Group<'_>) -> Result<()> {
     agree_on_hosts(group.several_hosts(), call, group, Some(values))
 }
 
 /// Members of a host compare their calls in shared memory first, and one of them represents the host. The offset of a
-/// member's window range stays readable there, at the phase before the current one, until the next arrival.
-fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<&InlineValues<'_>>) -> Result<Vec<u8>> {
+/// member's window range stays readable there, at the phase before the current one, until the next arrival. The values
+/// are those of [`agree_and_combine`].
+fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<&InlineValues<'_>>) -> Result<()> {
     let Hosts { map, memory } = hosts;
     let here = map.members_of(map.host_of(group.members.me));
+    let is_alone = here.len() == 1;
     publish(memory, call, 0);
-    // The shared memory has rows for the members of this host only.
-    put(memory, NOTE_CALL, &encode(call)?, values.map_or(&[], |values| values.own));
-    memory.sync(&group.wait)?;
-    if memory.me() == 0 {
-        let notes: Vec<_> = (0..here.len()).map(|position| get(memory, position, NOTE_CALL)).collect();
-        let calls = (here.iter().zip(&notes))
-            .map(|(member, (call, _))| Ok((*member, decode(call, group, *member)?)))
-            .collect::<Result<Vec<_>>>()?;
-        let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
-        let host = map.host_of(group.members.me);
-        let (agreement, combined) = if call_exchange::is_direct(leaders.len()) {
-            let own: Vec<&[u8]> = notes.iter().map(|(_, values)| &values[..]).collect();
-            let (agreement, all) = call_exchange::exchange(&leaders, host, &calls, &own, group)?;
-            let combine = values.filter(|_| agreement == CallAgreement::Agreed);
-            (agreement, combine.map_or_else(Vec::new, |values| (values.combine)(&all)))
-        } else {
-            (call_exchange::agree(&leaders, host, calls, group)?, Vec::new())
-        };
-        put(memory, NOTE_RESULT, &encode(&agreement)?, &combined);
+    if !is_alone {
+        // The shared memory has rows for the members of this host only.
+        let bytes = values.map_or(0, |values| values.own.bytes);
+        put(memory, NOTE_CALL, &encode(call)?, bytes);
+        if let Some(values) = values {
+            // SAFETY: the place has that many bytes, since they fit inline; no code reads it now. The caller's promise.
+            unsafe { copy(values.own.start, note_values(memory, memory.me(), NOTE_CALL), bytes) };
+        }
     }
     memory.sync(&group.wait)?;
-    let (agreement, combined) = get(memory, 0, NOTE_RESULT);
-    check_agreement(decode(&agreement, group, here[0])?, call, group)?;
-    Ok(combined)
+    let mut agreement = None;
+    if memory.me() == 0 {
+        let (mut calls, mut own) = (Vec::with_capacity(here.len()), Vec::with_capacity(here.len()));
+        for (position, member) in here.iter().enumerate() {
+            if is_alone {
+                calls.push((*member, call.clone()));
+                own.push(values.map_or(ValueSpan::EMPTY, |values| values.own));
+            } else {
+                let (described, bytes) = get(memory, position, NOTE_CALL);
+                calls.push((*member, decode(&described, group, *member)?));
+                own.push(ValueSpan { start: note_values(memory, position, NOTE_CALL), bytes });
+            }
+        }
+        let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
+        let host = map.host_of(group.members.me);
+        let found = if call_exchange::is_direct(leaders.len()) {
+            // SAFETY: the values are the caller's, or lie in notes, which nobody changes before the arrival below.
+            let (found, all) = unsafe { call_exchange::exchange(&leaders, host, &calls, &own, group)? };
+            if let Some(values) = values.filter(|_| found == CallAgreement::Agreed) {
+                if all.spans.iter().any(|span| span.bytes != values.own.bytes) {
+                    return Err(Error::Internal("equal calls came with values of different lengths".to_owned()));
+                }
+                let output = if is_alone { values.output } else { note_values(memory, 0, NOTE_RESULT) };
+                (values.combine)(&all.spans, output);
+            }
+            found
+        } else {
+            call_exchange::agree(&leaders, host, calls, group)?
+        };
+        if !is_alone {
+            put(memory, NOTE_RESULT, &encode(&found)?, 0);
+        }
+        agreement = Some(found);
+    }
+    memory.sync(&group.wait)?;
+    let agreement = match agreement {
+        Some(agreement) => agreement,
+        None => decode(&get(memory, 0, NOTE_RESULT).0, group, here[0])?,
+    };
+    check_agreement(agreement, call, group)?;
+    if let Some(values) = values.filter(|_| !is_alone) {
+        // SAFETY: the leader has written as many bytes, and writes there again only after this member's next arrival;
+        // the output is the caller's.
+        unsafe { copy(note_values(memory, 0, NOTE_RESULT), values.output, values.own.bytes) };
+    }
+    Ok(())
 }
 
 /// The calls and results of the comparison lie in the results area, which a group on several hosts does not use
@@ -243,36 +285,46 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<
 const NOTE_CALL: usize = 0;
 const NOTE_RESULT: usize = NOTE_BYTES;
 const NOTE_BYTES: usize = ARENA_BYTES / 2;
+/// In a note, values follow the description, which follows the lengths of both.
+const NOTE_HEAD: usize = 16;
+const NOTE_VALUES: usize = NOTE_BYTES / 2;
+const _: () = assert!(MAX_INLINE_BYTES <= NOTE_BYTES - NOTE_VALUES);
 
-/// Writes a description and values.
-fn put(memory: &SharedMemory, note: usize, described: &[u8], values: &[u8]) {
+/// Where the values of a note are.
+fn note_values(memory: &SharedMemory, rank: usize, note: usize) -> *mut u8 {
+    memory.results(rank, note).wrapping_add(NOTE_VALUES)
+}
+
+/// Writes a description, and the length of values that the caller writes.
+fn put(memory: &SharedMemory, note: usize, described: &[u8], values: usize) {
     let place = memory.results(memory.me(), note);
-    let mut at = 0;
-    for bytes in [described, values] {
-        // There is room for two lengths.
-        let length = bytes.len().min(NOTE_BYTES.saturating_sub(at + 16));
-        // SAFETY: the place has NOTE_BYTES bytes; no code reads it now.
-        unsafe {
-            place.add(at).cast::<[u8; 8]>().write((length as u64).to_le_bytes());
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(at + 8), length);
-        }
-        at += 8 + length;
+    let length = described.len().min(NOTE_VALUES - NOTE_HEAD);
+    // SAFETY: the place has NOTE_BYTES bytes; no code reads it now.
+    unsafe {
+        place.cast::<[u64; 2]>().write([length as u64, values as u64]);
+        copy(described.as_ptr(), place.add(NOTE_HEAD), length);
     }
 }
 
 /// Reads what [`put`] has written.
-fn get(memory: &SharedMemory, rank: usize, note: usize) -> (Vec<u8>, Vec<u8>) {
+fn get(memory: &SharedMemory, rank: usize, note: usize) -> (Vec<u8>, usize) {
     let place = memory.results(rank, note);
-    let mut at = 0;
-    let mut read = || {
-        // SAFETY: the place has NOTE_BYTES bytes; the length is checked before it is used.
-        unsafe {
-            let length = u64::from_le_bytes(place.add(at).cast::<[u8; 8]>().read_volatile()) as usize;
-            let mut bytes = vec![0; length.min(NOTE_BYTES.saturating_sub(at + 16))];
-            std::ptr::copy_nonoverlapping(place.add(at + 8), bytes.as_mut_ptr(), bytes.len());
-            at += 8 + bytes.len();
-            bytes
-        }
-    };
-    (read(), read())
+    // SAFETY: the place has NOTE_BYTES bytes; the lengths are cut to what there is room for.
+    unsafe {
+        let [length, values] = place.cast::<[u64; 2]>().read_volatile();
+        let mut described = vec![0; (length as usize).min(NOTE_VALUES - NOTE_HEAD)];
+        copy(place.add(NOTE_HEAD), described.as_mut_ptr(), described.len());
+        (described, (values as usize).min(NOTE_BYTES - NOTE_VALUES))
+    }
+}
+
+/// Copies between memory that does not overlap. The addresses may be null if there are no bytes.
+///
+/// # Safety
+/// Both are valid for `bytes` bytes.
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    }
 }

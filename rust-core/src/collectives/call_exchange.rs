@@ -27,35 +27,74 @@ pub(super) fn is_direct(nodes: usize) -> bool {
 /// represents.
 pub(super) fn agree(nodes: &[usize], me: usize, calls: Vec<(usize, Call)>, group: &Group<'_>) -> Result<CallAgreement> {
     if is_direct(nodes.len()) {
-        let values = vec![&[][..]; calls.len()];
-        return Ok(exchange(nodes, me, &calls, &values, group)?.0);
+        let values = vec![ValueSpan::EMPTY; calls.len()];
+        // SAFETY: no values.
+        return Ok(unsafe { exchange(nodes, me, &calls, &values, group)? }.0);
     }
     agree_in_tree(nodes, me, calls, group)
 }
 
+/// Values of a member: their address, aligned for every type, and how many bytes there are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ValueSpan {
+    pub(crate) start: *const u8,
+    pub(crate) bytes: usize,
+}
+
+impl ValueSpan {
+    pub(super) const EMPTY: Self = Self { start: std::ptr::null(), bytes: 0 };
+}
+
+/// The values of all members, in their order.
+pub(super) struct ExchangedValues {
+    pub(super) spans: Vec<ValueSpan>,
+    /// The memory of those that other nodes have sent.
+    _received: Vec<ReceivedBytes>,
+}
+
+/// Values begin at multiples of this in a message.
+const VALUES_ALIGN: usize = 16;
+
 /// Compares the calls of all members, and returns the values of each of them. `calls` and `values` are those of the
 /// members that this node represents. Only for few nodes ([`is_direct`]).
-pub(super) fn exchange(
+///
+/// # Safety
+/// The values are valid and no other code changes them during the call.
+pub(super) unsafe fn exchange(
     nodes: &[usize],
     me: usize,
     calls: &[(usize, Call)],
-    values: &[&[u8]],
+    values: &[ValueSpan],
     group: &Group<'_>,
-) -> Result<(CallAgreement, Vec<Vec<u8>>)> {
-    let lengths: Vec<usize> = values.iter().map(|values| values.len()).collect();
-    let described = encode(&(calls, lengths))?;
-    let mut own = (described.len() as u64).to_le_bytes().to_vec();
+) -> Result<(CallAgreement, ExchangedValues)> {
+    let lengths: Vec<usize> = values.iter().map(|values| values.bytes).collect();
+    let described = encode(&(calls, &lengths))?;
+    let room = |bytes: usize| bytes + VALUES_ALIGN;
+    let mut own = Vec::with_capacity(room(8 + described.len()) + lengths.iter().copied().map(room).sum::<usize>());
+    own.extend_from_slice(&(described.len() as u64).to_le_bytes());
     own.extend_from_slice(&described);
-    values.iter().for_each(|values| own.extend_from_slice(values));
+    for values in values.iter().filter(|values| values.bytes > 0) {
+        own.resize(own.len().next_multiple_of(VALUES_ALIGN), 0);
+        let end = own.len() + values.bytes;
+        own.reserve(values.bytes);
+        // SAFETY: the caller's promise, and there is room for the bytes. No slice of them is made, because they may lie in
+        // memory that other processes share.
+        unsafe {
+            std::ptr::copy_nonoverlapping(values.start, own.as_mut_ptr().add(own.len()), values.bytes);
+            own.set_len(end);
+        }
+    }
     let others: Vec<usize> = nodes.iter().copied().filter(|node| *node != nodes[me]).collect();
     let sends: Vec<(usize, &[u8])> = others.iter().map(|node| (*node, &own[..])).collect();
     let received = transfer(&sends, &others, group)?;
-    let mut members: Vec<(usize, Call, Vec<u8>)> = Vec::with_capacity(group.members.size());
-    for (node, bytes) in others.iter().zip(&received).chain([(&nodes[me], &own)]) {
+    let mut members: Vec<(usize, Call, ValueSpan)> = Vec::with_capacity(group.members.size());
+    members.extend(calls.iter().zip(values).map(|((member, call), values)| (*member, call.clone(), *values)));
+    for (node, message) in others.iter().zip(&received) {
+        let message = message.as_slice();
         let broken = || {
             Error::Internal(format!("rank {} sent values of another length than it said", group.members.ranks[*node]))
         };
-        let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(broken)?;
+        let (length, rest) = message.split_first_chunk::<8>().ok_or_else(broken)?;
         let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
         let (described, mut rest) = rest.split_at_checked(length).ok_or_else(broken)?;
         let (calls, lengths): (Vec<(usize, Call)>, Vec<usize>) = decode(described, group, *node)?;
@@ -63,15 +102,20 @@ pub(super) fn exchange(
             return Err(broken());
         }
         for ((member, call), length) in calls.into_iter().zip(lengths) {
-            let (values, behind) = rest.split_at_checked(length).ok_or_else(broken)?;
-            members.push((member, call, values.to_vec()));
-            rest = behind;
+            let mut values = ValueSpan::EMPTY;
+            if length > 0 {
+                let gap = (message.len() - rest.len()).next_multiple_of(VALUES_ALIGN) - (message.len() - rest.len());
+                let (found, behind) =
+                    rest.get(gap..).and_then(|rest| rest.split_at_checked(length)).ok_or_else(broken)?;
+                values = ValueSpan { start: found.as_ptr(), bytes: length };
+                rest = behind;
+            }
+            members.push((member, call, values));
         }
     }
     members.sort_by_key(|(member, ..)| *member);
-    let (calls, values): (Vec<(usize, Call)>, Vec<Vec<u8>>) =
-        members.into_iter().map(|(member, call, values)| ((member, call), values)).unzip();
-    Ok((result(calls, group)?, values))
+    let (calls, spans) = members.into_iter().map(|(member, call, values)| ((member, call), values)).unzip();
+    Ok((result(calls, group)?, ExchangedValues { spans, _received: received }))
 }
 
 /// Compares by messages: calls go up a binomial tree of `nodes` to the first one, and the result comes back down.
@@ -88,7 +132,7 @@ fn agree_in_tree(
     let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
     for step in children() {
         let child = nodes[me + step];
-        let below: Vec<(usize, Call)> = decode(&receive(child, group)?, group, child)?;
+        let below: Vec<(usize, Call)> = decode(receive(child, group)?.as_slice(), group, child)?;
         calls.extend(below);
     }
     let result = if me == 0 {
@@ -97,7 +141,7 @@ fn agree_in_tree(
     } else {
         let parent = nodes[me - reach];
         transfer(&[(parent, &encode(&calls)?)], &[], group)?;
-        decode(&receive(parent, group)?, group, parent)?
+        decode(receive(parent, group)?.as_slice(), group, parent)?
     };
     let bytes = encode(&result)?;
     for step in children() {
@@ -125,8 +169,30 @@ pub(super) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group
     })
 }
 
-fn receive(from: usize, group: &Group<'_>) -> Result<Vec<u8>> {
+fn receive(from: usize, group: &Group<'_>) -> Result<ReceivedBytes> {
     Ok(transfer(&[], &[from], group)?.remove(0))
+}
+
+/// A message from another node, aligned for values of every type.
+struct ReceivedBytes {
+    memory: Vec<u128>,
+    bytes: usize,
+}
+
+impl ReceivedBytes {
+    fn new(bytes: usize) -> Self {
+        Self { memory: vec![0; bytes.div_ceil(16)], bytes }
+    }
+
+    fn as_slice(&self) -> &[u8] {
+        // SAFETY: the memory has at least that many bytes, and any bits are bytes.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.bytes) }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above; any bytes are numbers.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), self.bytes) }
+    }
 }
 
 /// Messages that are cancelled when this is dropped, so that none accesses its memory afterwards.
@@ -143,7 +209,7 @@ impl Drop for Pending<'_> {
 
 /// Sends bytes to some members and receives bytes from others, all at the same time. Returns the received bytes in the
 /// order of `receives`.
-fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> Result<Vec<Vec<u8>>> {
+fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> Result<Vec<ReceivedBytes>> {
     let transport = group.transport;
     let head = |bytes: &[u8]| {
         let mut head = [0; HEAD_BYTES];
@@ -181,8 +247,8 @@ fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> 
             let rank = group.members.ranks[*from];
             Error::Internal(format!("rank {rank} announced a call of more than {limit} bytes"))
         })?;
-        let mut bytes = vec![0; length];
-        let (first, rest) = bytes.split_at_mut(length.min(HEAD_ROOM));
+        let mut bytes = ReceivedBytes::new(length);
+        let (first, rest) = bytes.as_mut_slice().split_at_mut(length.min(HEAD_ROOM));
         first.copy_from_slice(&head[8..8 + first.len()]);
         if !rest.is_empty() {
             // SAFETY: only the buffer's handle moves to `found`, which is returned after the messages have ended.
