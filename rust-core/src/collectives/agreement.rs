@@ -189,14 +189,14 @@ pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()>
 /// Values that are sent inline with the calls of members on several hosts.
 pub(crate) struct InlineValues<'a> {
     pub(crate) own: ValueSpan,
-    /// Where this member's result goes, with as many bytes; may be the same memory.
+    /// Where this member's result goes, with as many bytes; may be the memory of `own`.
     pub(crate) output: *mut u8,
     /// Writes the result of the values of all members to an address, on one member of each host.
     pub(crate) combine: &'a dyn Fn(&[ValueSpan], *mut u8),
 }
 
-/// The values of all members that may be sent inline with their calls: no more than a network moves in the time of the
-/// two messages that this saves, some 25 us. Also bounds what each host receives.
+/// The limit of the values of all members together, in bytes, for sending them inline: what a network moves in the time of
+/// the two messages that this saves, some 25 us. Also bounds what each host receives.
 const MAX_INLINE_BYTES: usize = 128 << 10;
 
 /// Whether as many bytes of each member may be sent inline with their calls.
@@ -226,7 +226,8 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<
         let bytes = values.map_or(0, |values| values.own.bytes);
         put(memory, NOTE_CALL, &encode(call)?, bytes);
         if let Some(values) = values {
-            // SAFETY: the place has that many bytes, since they fit inline; no code reads it now. The caller's promise.
+            // SAFETY: the place has that many bytes, since they fit inline, and the leader reads it only after the arrival
+            // below. The caller promises that `own` is valid.
             unsafe { copy(values.own.start, note_values(memory, memory.me(), NOTE_CALL), bytes) };
         }
     }
@@ -240,7 +241,7 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<
                 own.push(values.map_or(ValueSpan::EMPTY, |values| values.own));
             } else {
                 let (described, bytes) = get(memory, position, NOTE_CALL);
-                calls.push((*member, decode(&described, group, *member)?));
+                calls.push((*member, decode(&described, group.members.ranks[*member])?));
                 own.push(ValueSpan { start: note_values(memory, position, NOTE_CALL), bytes });
             }
         }
@@ -268,7 +269,7 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<
     memory.sync(&group.wait)?;
     let agreement = match agreement {
         Some(agreement) => agreement,
-        None => decode(&get(memory, 0, NOTE_RESULT).0, group, here[0])?,
+        None => decode(&get(memory, 0, NOTE_RESULT).0, group.members.ranks[here[0]])?,
     };
     check_agreement(agreement, call, group)?;
     if let Some(values) = values.filter(|_| !is_alone) {
@@ -288,7 +289,9 @@ const NOTE_BYTES: usize = ARENA_BYTES / 2;
 /// In a note, values follow the description, which follows the lengths of both.
 const NOTE_HEAD: usize = 16;
 const NOTE_VALUES: usize = NOTE_BYTES / 2;
-const _: () = assert!(MAX_INLINE_BYTES <= NOTE_BYTES - NOTE_VALUES);
+// Twice as many, for the gaps between values.
+const _: () =
+    assert!(MAX_INLINE_BYTES <= NOTE_BYTES - NOTE_VALUES && 2 * MAX_INLINE_BYTES <= call_exchange::MAX_VALUES);
 
 /// Where the values of a note are.
 fn note_values(memory: &SharedMemory, rank: usize, note: usize) -> *mut u8 {

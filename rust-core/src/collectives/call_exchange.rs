@@ -15,7 +15,7 @@ const MAX_DIRECT_NODES: usize = 8;
 /// follows in a second one. Enough for a few members' calls.
 const HEAD_BYTES: usize = 512;
 const HEAD_ROOM: usize = HEAD_BYTES - 8;
-/// The longest values that [`exchange`] takes.
+/// The longest values that [`exchange`] takes, with the gaps between them.
 pub(super) const MAX_VALUES: usize = 1 << 18;
 
 /// Whether nodes may send values with their calls ([`exchange`]).
@@ -34,7 +34,7 @@ pub(super) fn agree(nodes: &[usize], me: usize, calls: Vec<(usize, Call)>, group
     agree_in_tree(nodes, me, calls, group)
 }
 
-/// Values of a member: their address, aligned for every type, and how many bytes there are.
+/// Values of a member: their address, aligned for the elements of its call, and how many bytes there are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ValueSpan {
     pub(crate) start: *const u8,
@@ -52,7 +52,8 @@ pub(super) struct ExchangedValues {
     _received: Vec<ReceivedBytes>,
 }
 
-/// Values begin at multiples of this in a message.
+/// Values begin at multiples of this in a message, as the memory of received ones does, so these are aligned for every
+/// type.
 const VALUES_ALIGN: usize = 16;
 
 /// Compares the calls of all members, and returns the values of each of them. `calls` and `values` are those of the
@@ -68,54 +69,68 @@ pub(super) unsafe fn exchange(
     group: &Group<'_>,
 ) -> Result<(CallAgreement, ExchangedValues)> {
     let lengths: Vec<usize> = values.iter().map(|values| values.bytes).collect();
-    let described = encode(&(calls, &lengths))?;
-    let room = |bytes: usize| bytes + VALUES_ALIGN;
-    let mut own = Vec::with_capacity(room(8 + described.len()) + lengths.iter().copied().map(room).sum::<usize>());
-    own.extend_from_slice(&(described.len() as u64).to_le_bytes());
-    own.extend_from_slice(&described);
-    for values in values.iter().filter(|values| values.bytes > 0) {
-        own.resize(own.len().next_multiple_of(VALUES_ALIGN), 0);
-        let end = own.len() + values.bytes;
-        own.reserve(values.bytes);
-        // SAFETY: the caller's promise, and there is room for the bytes. No slice of them is made, because they may lie in
-        // memory that other processes share.
-        unsafe {
-            std::ptr::copy_nonoverlapping(values.start, own.as_mut_ptr().add(own.len()), values.bytes);
-            own.set_len(end);
-        }
-    }
+    // SAFETY: the caller's promise.
+    let own = unsafe { compose(&encode(&(calls, lengths))?, values) };
     let others: Vec<usize> = nodes.iter().copied().filter(|node| *node != nodes[me]).collect();
     let sends: Vec<(usize, &[u8])> = others.iter().map(|node| (*node, &own[..])).collect();
     let received = transfer(&sends, &others, group)?;
     let mut members: Vec<(usize, Call, ValueSpan)> = Vec::with_capacity(group.members.size());
     members.extend(calls.iter().zip(values).map(|((member, call), values)| (*member, call.clone(), *values)));
     for (node, message) in others.iter().zip(&received) {
-        let message = message.as_slice();
-        let broken = || {
-            Error::Internal(format!("rank {} sent values of another length than it said", group.members.ranks[*node]))
-        };
-        let (length, rest) = message.split_first_chunk::<8>().ok_or_else(broken)?;
-        let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
-        let (described, mut rest) = rest.split_at_checked(length).ok_or_else(broken)?;
-        let (calls, lengths): (Vec<(usize, Call)>, Vec<usize>) = decode(described, group, *node)?;
-        if calls.len() != lengths.len() {
-            return Err(broken());
-        }
-        for ((member, call), length) in calls.into_iter().zip(lengths) {
-            let mut values = ValueSpan::EMPTY;
-            if length > 0 {
-                let gap = (message.len() - rest.len()).next_multiple_of(VALUES_ALIGN) - (message.len() - rest.len());
-                let (found, behind) =
-                    rest.get(gap..).and_then(|rest| rest.split_at_checked(length)).ok_or_else(broken)?;
-                values = ValueSpan { start: found.as_ptr(), bytes: length };
-                rest = behind;
-            }
-            members.push((member, call, values));
-        }
+        members.extend(parse(message.as_slice(), group.members.ranks[*node])?);
     }
     members.sort_by_key(|(member, ..)| *member);
     let (calls, spans) = members.into_iter().map(|(member, call, values)| ((member, call), values)).unzip();
     Ok((result(calls, group)?, ExchangedValues { spans, _received: received }))
+}
+
+/// Makes the message of a description and values.
+///
+/// # Safety
+/// The values are valid.
+unsafe fn compose(described: &[u8], values: &[ValueSpan]) -> Vec<u8> {
+    let room = |bytes: usize| bytes + VALUES_ALIGN;
+    let mut message =
+        Vec::with_capacity(values.iter().fold(room(8 + described.len()), |all, each| all + room(each.bytes)));
+    message.extend_from_slice(&(described.len() as u64).to_le_bytes());
+    message.extend_from_slice(described);
+    for values in values.iter().filter(|values| values.bytes > 0) {
+        message.resize(message.len().next_multiple_of(VALUES_ALIGN), 0);
+        let end = message.len() + values.bytes;
+        assert!(end <= message.capacity(), "the capacity has room for all values and the gaps between them");
+        // SAFETY: the caller's promise, and there is room for the bytes, which was checked. No slice of them is made, because
+        // they may lie in memory that other processes share.
+        unsafe {
+            std::ptr::copy_nonoverlapping(values.start, message.as_mut_ptr().add(message.len()), values.bytes);
+            message.set_len(end);
+        }
+    }
+    message
+}
+
+/// The calls and values in a message from `rank`.
+fn parse(message: &[u8], rank: usize) -> Result<Vec<(usize, Call, ValueSpan)>> {
+    let broken = || Error::Internal(format!("rank {rank} sent values of another length than it said"));
+    let (length, rest) = message.split_first_chunk::<8>().ok_or_else(broken)?;
+    let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+    let (described, mut rest) = rest.split_at_checked(length).ok_or_else(broken)?;
+    let (calls, lengths): (Vec<(usize, Call)>, Vec<usize>) = decode(described, rank)?;
+    if calls.len() != lengths.len() {
+        return Err(broken());
+    }
+    let mut members = Vec::with_capacity(calls.len());
+    for ((member, call), length) in calls.into_iter().zip(lengths) {
+        let mut values = ValueSpan::EMPTY;
+        if length > 0 {
+            let at = message.len() - rest.len();
+            let gap = at.next_multiple_of(VALUES_ALIGN) - at;
+            let (found, behind) = rest.get(gap..).and_then(|rest| rest.split_at_checked(length)).ok_or_else(broken)?;
+            values = ValueSpan { start: found.as_ptr(), bytes: length };
+            rest = behind;
+        }
+        members.push((member, call, values));
+    }
+    Ok(members)
 }
 
 /// Compares by messages: calls go up a binomial tree of `nodes` to the first one, and the result comes back down.
@@ -132,7 +147,7 @@ fn agree_in_tree(
     let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
     for step in children() {
         let child = nodes[me + step];
-        let below: Vec<(usize, Call)> = decode(receive(child, group)?.as_slice(), group, child)?;
+        let below: Vec<(usize, Call)> = decode(receive(child, group)?.as_slice(), group.members.ranks[child])?;
         calls.extend(below);
     }
     let result = if me == 0 {
@@ -141,7 +156,7 @@ fn agree_in_tree(
     } else {
         let parent = nodes[me - reach];
         transfer(&[(parent, &encode(&calls)?)], &[], group)?;
-        decode(receive(parent, group)?.as_slice(), group, parent)?
+        decode(receive(parent, group)?.as_slice(), group.members.ranks[parent])?
     };
     let bytes = encode(&result)?;
     for step in children() {
@@ -163,10 +178,10 @@ pub(super) fn encode<T: serde::Serialize + ?Sized>(value: &T) -> Result<Vec<u8>>
     postcard::to_stdvec(value).map_err(|error| Error::Internal(format!("a call cannot be serialized: {error}")))
 }
 
-pub(super) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], group: &Group<'_>, from: usize) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|error| {
-        Error::Internal(format!("rank {} sent a call that cannot be read: {error}", group.members.ranks[from]))
-    })
+/// Reads what `rank` has sent.
+pub(super) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], rank: usize) -> Result<T> {
+    postcard::from_bytes(bytes)
+        .map_err(|error| Error::Internal(format!("rank {rank} sent a call that cannot be read: {error}")))
 }
 
 fn receive(from: usize, group: &Group<'_>) -> Result<ReceivedBytes> {
@@ -262,4 +277,51 @@ fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> 
     pending.messages.clear();
     drop(pending);
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::collectives::Kind;
+
+    /// The message of members 5, 6, ... with these values.
+    fn message(values: &[Vec<u8>]) -> Vec<u8> {
+        let call = |member: usize| (member, Call::new(Kind::Barrier));
+        let calls: Vec<(usize, Call)> = (0..values.len()).map(|at| call(5 + at)).collect();
+        let lengths: Vec<usize> = values.iter().map(Vec::len).collect();
+        let spans: Vec<ValueSpan> =
+            values.iter().map(|values| ValueSpan { start: values.as_ptr(), bytes: values.len() }).collect();
+        // SAFETY: the values live until the end of this function.
+        unsafe { compose(&encode(&(calls, lengths)).unwrap(), &spans) }
+    }
+
+    proptest! {
+        #[test]
+        fn values_come_out_as_they_went_in(
+            values in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..70), 0..4), cut in any::<prop::sample::Index>(),
+        ) {
+            let message = message(&values);
+            let members = parse(&message, 0).unwrap();
+            prop_assert_eq!(members.len(), values.len());
+            for (at, (member, _, span)) in members.iter().enumerate() {
+                let offset = span.start.addr().wrapping_sub(message.as_ptr().addr());
+                prop_assert!(*member == 5 + at && span.bytes == values[at].len());
+                if span.bytes > 0 {
+                    prop_assert!(offset.is_multiple_of(VALUES_ALIGN) && message[offset..offset + span.bytes] == values[at]);
+                }
+            }
+            // Values that are cut off are an error.
+            if values.last().is_some_and(|values| !values.is_empty()) {
+                prop_assert!(parse(&message[..cut.index(message.len())], 0).is_err());
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..100), length in 0u64..60) {
+            let _ = parse(&bytes, 0);
+            let _ = parse(&[&length.to_le_bytes(), &bytes[..]].concat(), 0);
+        }
+    }
 }

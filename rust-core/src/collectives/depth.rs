@@ -1,15 +1,18 @@
-//! Chooses by measurement how many pieces of a reduction are in flight from the host that begins the chain.
+//! Chooses by measurement how many pieces of a reduction between hosts are in flight from a member that awaits their
+//! results: an owner that begins a chain, or each member of a distributed reduction, which has as many in flight to each
+//! other one.
 //!
 //! Note "depth". A link with a long delay needs many pieces in flight to be busy. Where hosts share processors, as
 //! containers and virtual machines of one machine do, a piece that waits in a socket leaves the cache before its
 //! receiver copies it, and few pieces can be twice as fast. The system reports neither case.
 //!
-//! So some reductions are trials, with another depth. The owner of a channel that begins the chain times each reduction,
-//! from the comparison of the members' calls on, and compares the medians of reductions of equal size. It times whole
+//! So some reductions are trials, with another depth. The member times each reduction, from the comparison of the
+//! members' calls on, and compares the medians of reductions of equal size. It times whole
 //! reductions: the first results of a deep chain come late, and the next ones follow faster than the link can carry.
 //!
 //! - DEPTH-1: the depth changes when pieces are sent, and neither their order nor a value. Each owner may have its own.
-//! - DEPTH-2: trials are at random, because the reductions of a training step repeat in a cycle.
+//! - DEPTH-2: trials are at random, because the reductions of a training step repeat in a cycle. The random numbers are
+//!   equal on all members, so that they try the same depth in the same reduction: otherwise, a member would time a mixture.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -35,14 +38,14 @@ const TIMES: usize = 5;
 /// Another depth is chosen if its median is less than this part of the chosen one's.
 const SWITCH_RATIO: f32 = 0.85;
 
-/// Reductions with equal sizes: the number of pieces, and of those whose result the owner awaits.
+/// Reductions with equal sizes: the number of pieces, and of those whose result the member awaits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ReductionSize {
     pub(crate) pieces: usize,
     pub(crate) results: usize,
 }
 
-/// The choices of an owner in a group.
+/// The choices of a member in a group.
 #[derive(Debug, Default)]
 pub(crate) struct DepthChooser {
     trials: Mutex<HashMap<ReductionSize, DepthTrials>>,
@@ -81,7 +84,7 @@ impl DepthTrials {
 }
 
 impl DepthChooser {
-    /// Begins a reduction. If the owner does not begin a chain, it awaits no results.
+    /// Begins a reduction. A member that awaits no results, such as an owner that does not begin a chain, measures none.
     pub(crate) fn begin(&self, size: ReductionSize) -> DepthTimer<'_> {
         let mut trials = self.trials.lock();
         let is_measured = size.results >= MIN_RESULTS && (trials.len() < MAX_SIZES || trials.contains_key(&size));

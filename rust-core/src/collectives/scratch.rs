@@ -1,9 +1,10 @@
-//! Memory for values that are on their way between hosts. A group keeps it between operations, because the system has to
-//! clear new pages, and a large reduction would need many for each call.
+//! Memory for values that are on their way between hosts. A group keeps some of it between operations
+//! ([`MAX_KEPT_BYTES`]), because the system has to clear new pages, and a large reduction would need many for each call.
 
 use parking_lot::Mutex;
 
-use super::depth::MAX_DEPTH;
+/// Enough for the pieces that are in flight between a few hosts.
+const MAX_KEPT_BYTES: usize = 4 << 20;
 
 /// Buffers of a group that no operation uses.
 #[derive(Debug, Default)]
@@ -22,7 +23,8 @@ impl ScratchMemory {
     /// Keeps a buffer for the next operation, unless there are enough.
     pub(crate) fn put(&self, buffer: Vec<u128>) {
         let mut free = self.free.lock();
-        if free.len() < MAX_DEPTH && !buffer.is_empty() {
+        let kept: usize = free.iter().map(|buffer| size_of_val(&buffer[..])).sum();
+        if !buffer.is_empty() && kept + size_of_val(&buffer[..]) <= MAX_KEPT_BYTES {
             free.push(buffer);
         }
     }
@@ -43,7 +45,8 @@ mod tests {
         assert_eq!(same.as_ptr(), address);
         scratch.put(same);
         assert!(scratch.take(1000).len() * 16 >= 1000);
-        (0..2 * MAX_DEPTH).for_each(|_| scratch.put(vec![0; 1]));
-        assert_eq!(scratch.free.lock().len(), MAX_DEPTH);
+        let words = MAX_KEPT_BYTES / 16 / 4;
+        (0..10).for_each(|_| scratch.put(vec![0; words]));
+        assert!((3..=4).contains(&scratch.free.lock().len()));
     }
 }

@@ -200,11 +200,11 @@ impl Session {
             );
         }
         let coverage = if untrusting.is_none() { TagCoverage::HeadOnly } else { TagCoverage::WholeFrame };
-        let (algorithm, slower) = MacAlgorithm::common(&mac_times);
-        if let (Some(rank), TagCoverage::WholeFrame, Some(_)) = (slower, coverage, &why) {
+        let (algorithm, slowest_with_aegis) = MacAlgorithm::common(&mac_times);
+        if let (Some(rank), TagCoverage::WholeFrame, Some(_)) = (slowest_with_aegis, coverage, &why) {
             tracing::warn!(
-                "BLAKE3 authenticates TCP frames, although AEGIS is faster on other hosts: rank {rank} on host {} has no \
-                 fast AES instructions",
+                "BLAKE3 authenticates TCP frames, although AEGIS is faster on some ranks: it is slow on rank {rank} on host \
+                 {}, probably for lack of AES instructions",
                 self.hosts[self.places[rank].host as usize]
             );
         }

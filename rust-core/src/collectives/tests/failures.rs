@@ -139,6 +139,52 @@ pub(super) fn departures_end_waits(make: MakeTransports) {
     assert!(error.to_string().starts_with("rank 2 died"), "{error}");
 }
 
+/// A member is reported dead while a large reduction is under way, and goes on sending. The others name it, and nothing
+/// writes to their tensors any more.
+pub(super) fn a_death_during_a_reduction_leaves_no_message(make: MakeTransports) {
+    let mut failures = 0;
+    for (delay, in_place) in [(1, true), (3, false), (8, true), (20, false)] {
+        let job = job(make, 3, Duration::from_secs(60));
+        let outcomes = on_all(&job, |me, communicator| {
+            let mut input = Memory::zeros(DType::Float32, 4_000_000);
+            let mut output = Memory::zeros(DType::Float32, if in_place { 0 } else { 4_000_000 });
+            let view = input.view();
+            let output_view = if in_place { view } else { output.view() };
+            let request = Request::AllReduce { input: view, output: output_view, op: ReduceOp::Sum };
+            if me == 2 {
+                // It learns of nothing before the others have ended.
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_millis(delay));
+                        for monitor in &job.monitors[..2] {
+                            monitor.report(2, Departure::Died { detail: "killed by signal 9".into() });
+                        }
+                        std::thread::sleep(Duration::from_millis(300));
+                        job.monitors[2].report(0, Departure::Died { detail: "the test is over".into() });
+                    });
+                    let _ = communicator.run(&request);
+                });
+                return Ok(());
+            }
+            let outcome = communicator.run(&request);
+            // Unlike any value that the others send.
+            for memory in [&mut input, &mut output] {
+                memory.bytes_mut().fill(0x5a);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            for memory in [&input, &output] {
+                assert!(memory.bytes().iter().all(|byte| *byte == 0x5a), "written after the end");
+            }
+            outcome
+        });
+        for outcome in outcomes[..2].iter().filter_map(|outcome| outcome.as_ref().err()) {
+            assert!(outcome.to_string().starts_with("rank 2 died (killed by signal 9) while rank"), "{outcome}");
+            failures += 1;
+        }
+    }
+    assert!(failures > 0, "every reduction was faster than the report");
+}
+
 pub(super) fn timeouts_name_the_missing(make: MakeTransports) {
     let job = job(make, 3, Duration::from_millis(300));
     let outcomes = on_all(&job, |me, communicator| match me {

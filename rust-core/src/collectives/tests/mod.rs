@@ -347,6 +347,10 @@ macro_rules! contract {
                 super::failures::departures_end_waits(MAKE);
             }
             #[test]
+            fn a_death_during_a_reduction_leaves_no_message() {
+                super::failures::a_death_during_a_reduction_leaves_no_message(MAKE);
+            }
+            #[test]
             fn timeouts_name_the_missing() {
                 super::failures::timeouts_name_the_missing(MAKE);
             }

@@ -7,23 +7,26 @@
 //!   result     write <----------- piece 1 ----------> write
 //! ```
 //!
-//! In an all-reduce, members reduce pieces in turn, so all of them send, receive and add the same number of values. In
-//! a chain of two hosts, the last one adds all values while the other one waits. The result arrives after two transfers
-//! for any number of hosts, and values of 16 bits are sent as such, while a carry has 32.
+//! In an all-reduce, members reduce pieces in turn, so all of them send, receive and add the same number of values.
+//! Compared with a chain ([`super::chain`]): there, the last host adds all values of two hosts while the other one waits;
+//! a result arrives after two transfers for each further host, here after two in all; and a carry of 16-bit values has
+//! 32 bits, while these values are sent as they are.
 //!
 //! - DST-1: the values of all members are folded at once, in rank order (COL-1).
 //! - DST-2: the result of a piece may overwrite input values. It is computed from the values of all members, so they
 //!   have been sent by then.
 //! - DST-3: a member sends at most `depth` pieces to each reducer before it has their results; it chooses the depth by
 //!   measurement ([`depth`](crate::collectives::depth)). It has posted receives for as many pieces, but not more: their
-//!   memory is used in turn, and little memory stays in the cache. What others send earlier is buffered.
+//!   memory is used in turn, and little memory stays in the cache. What others send earlier is buffered. Where members
+//!   do not get results, nothing tells the sender how far the reducer is. Then only the transport limits it, and as many
+//!   receives as possible are posted.
 
 use std::collections::VecDeque;
 
 use super::steps::{self, MessageSteps};
 use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::collectives::call::{Call, Kind};
-use crate::collectives::depth::{DepthTimer, ReductionSize};
+use crate::collectives::depth::{DepthTimer, MAX_DEPTH, ReductionSize};
 use crate::collectives::kernels::{self, Fold, FoldStage};
 use crate::collectives::{Group, Request, call_exchange};
 use crate::error::Result;
@@ -37,7 +40,8 @@ const TAG_RESULT: Tag = 8 << 40;
 const MIN_PIECE_BYTES: usize = 16 << 10;
 
 /// Whether `call` is reduced here: each host has one member, and there are few enough for each to receive from all
-/// others. To one member, a chain of more than two hosts sends less.
+/// others. A reduce to one member only between two: with more hosts, that member would receive a tensor from each of
+/// them over its link, and in a chain it receives one.
 pub(super) fn accepts(call: &Call, group: &Group<'_>) -> bool {
     let (hosts, members) = (group.several_hosts().map.num_hosts(), group.members.size());
     hosts == members && call_exchange::is_direct(hosts) && (call.kind != Kind::Reduce || hosts == 2)
@@ -270,18 +274,21 @@ impl<'a> DistributedReduction<'a> {
     /// Sends the values of a piece to a peer that may get more (DST-3); returns whether there is one.
     fn send_values(&mut self) -> bool {
         let depth = self.depth.pieces();
-        for (index, peer) in self.peers.iter_mut().enumerate() {
-            if peer.sent < peer.pieces.len().min(peer.done + depth) {
-                let piece = &self.pieces[peer.pieces[peer.sent]];
-                // SAFETY: nobody writes to the values before all of them have been sent (DST-2).
-                let message =
-                    unsafe { self.group.transport.post_send(peer.member, TAG_VALUES, piece.input, piece.bytes) };
-                self.outgoing.push(OutgoingMessage { message, values_to: Some(index) });
-                peer.sent += 1;
-                return true;
-            }
-        }
-        false
+        // Each member begins with the one behind it, so that they do not all send to the same one. Peer i is member i or,
+        // behind this member, i + 1.
+        let in_turn = (0..self.peers.len()).map(|step| (self.group.members.me + step) % self.peers.len());
+        let may_send = |peer: &usize| {
+            let peer = &self.peers[*peer];
+            peer.sent < peer.pieces.len().min(peer.done + depth)
+        };
+        let Some(index) = in_turn.filter(may_send).min_by_key(|peer| self.peers[*peer].sent) else { return false };
+        let peer = &mut self.peers[index];
+        let piece = &self.pieces[peer.pieces[peer.sent]];
+        // SAFETY: nobody writes to the values before all of them have been sent (DST-2).
+        let message = unsafe { self.group.transport.post_send(peer.member, TAG_VALUES, piece.input, piece.bytes) };
+        self.outgoing.push(OutgoingMessage { message, values_to: Some(index) });
+        peer.sent += 1;
+        true
     }
 
     /// Forgets messages that have been sent.
@@ -306,7 +313,8 @@ impl<'a> DistributedReduction<'a> {
 impl MessageSteps for DistributedReduction<'_> {
     fn post(&mut self) {
         let transport = self.group.transport;
-        while self.posted < self.own.len().min(self.done + self.depth.pieces()) {
+        let open = if self.to_all { self.depth.pieces() } else { MAX_DEPTH };
+        while self.posted < self.own.len().min(self.done + open) {
             let bytes = self.pieces[self.own[self.posted]].bytes;
             let mut memory = self.group.scratch.take(bytes.next_multiple_of(16) * self.peers.len());
             let start: *mut u8 = memory.as_mut_ptr().cast();
@@ -357,4 +365,39 @@ impl MessageSteps for DistributedReduction<'_> {
 /// The values of `bytes` bytes from the peer at `place`.
 fn values_at(memory: &[u128], bytes: usize, place: usize) -> *const u8 {
     memory.as_ptr().cast::<u8>().wrapping_add(place * bytes.next_multiple_of(16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::Device;
+
+    /// Checks that pieces follow each other without gaps, and fit one frame and every element; returns their bytes.
+    fn check(pieces: &[Piece], start: *const u8) -> usize {
+        pieces.iter().fold(0, |bytes, piece| {
+            assert_eq!(piece.input, start.wrapping_add(bytes));
+            assert!(piece.bytes.is_multiple_of(16) && (1..=PAYLOAD_BYTES).contains(&piece.bytes), "{piece:?}");
+            bytes + piece.bytes
+        })
+    }
+
+    #[test]
+    fn pieces_cover_the_tensor_and_members_reduce_equally_many() {
+        let start: *mut u8 = std::ptr::without_provenance_mut(4096);
+        for bytes in [0, 16, 16 << 10, 100_000, 1 << 20, 3 << 20] {
+            for members in [2, 3, 8] {
+                let pieces = pieces_in_turn(bytes, start, start, members);
+                assert_eq!(check(&pieces, start), bytes);
+                let reduced = |member: usize| pieces.iter().filter(|piece| piece.reducer == member).count();
+                assert!(reduced(0) - reduced(members - 1) <= 1, "{bytes} {members}");
+            }
+            // SAFETY: nothing reads the memory.
+            let block = unsafe { TensorView::new(start, bytes, DType::UInt8, Device::Cpu, 0) }.unwrap();
+            for output in [None, Some(&block)] {
+                let pieces = pieces_of_block(&block, output, 1);
+                assert_eq!(check(&pieces, start), bytes);
+                assert!(pieces.iter().all(|piece| piece.reducer == 1 && piece.output.is_null() == output.is_none()));
+            }
+        }
+    }
 }

@@ -2,6 +2,9 @@
 //! and write each other's shared memory. Gather, scatter and all-to-all, where each byte has one destination, use
 //! point-to-point messages.
 //!
+//! Reductions go from host to host ([`chain`]), as the diagrams here show, unless each host has one member
+//! ([`distributed`]) or the tensor is small ([`small`]).
+//!
 //! In these groups, only this folder uses the arenas. A member uses them between two arrivals of one operation, or
 //! until the first arrival of the next operation.
 

@@ -35,7 +35,15 @@ pub(super) fn run(operation: &mut impl MessageSteps, group: &Group<'_>) -> Resul
         if pause.pause() {
             continue;
         }
-        group.wait.check(|| awaited_ranks(operation.awaited(), group.members))?;
+        if let Err(error) = group.wait.check(|| awaited_ranks(operation.awaited(), group.members)) {
+            // The last messages may have arrived since.
+            transport.progress();
+            while operation.step()? {
+                operation.post();
+                transport.progress();
+            }
+            return if operation.is_complete() { Ok(()) } else { Err(error) };
+        }
         transport.wait_doorbell(seen, POLL_INTERVAL);
     }
 }
