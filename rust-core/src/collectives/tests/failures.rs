@@ -142,8 +142,13 @@ pub(super) fn departures_end_waits(make: MakeTransports) {
 /// A member is reported dead while a large reduction is under way, and goes on sending. The others name it, and nothing
 /// writes to their tensors any more.
 pub(super) fn a_death_during_a_reduction_leaves_no_message(make: MakeTransports) {
-    let mut failures = 0;
-    for (delay, in_place) in [(1, true), (3, false), (8, true), (20, false)] {
+    // Of reductions in place and others. Some are complete before the report.
+    let mut failures = [0, 0];
+    for attempt in 0..60 {
+        let (delay, in_place) = ([1, 3, 8, 2][attempt / 2 % 4], attempt % 2 == 0);
+        if failures[usize::from(in_place)] > 2 {
+            continue;
+        }
         let job = job(make, 3, Duration::from_secs(60));
         let outcomes = on_all(&job, |me, communicator| {
             let mut input = Memory::zeros(DType::Float32, 4_000_000);
@@ -179,10 +184,10 @@ pub(super) fn a_death_during_a_reduction_leaves_no_message(make: MakeTransports)
         });
         for outcome in outcomes[..2].iter().filter_map(|outcome| outcome.as_ref().err()) {
             assert!(outcome.to_string().starts_with("rank 2 died (killed by signal 9) while rank"), "{outcome}");
-            failures += 1;
+            failures[usize::from(in_place)] += 1;
         }
     }
-    assert!(failures > 0, "every reduction was faster than the report");
+    assert!(failures.iter().all(|failures| *failures > 0), "every reduction was faster than the report");
 }
 
 pub(super) fn timeouts_name_the_missing(make: MakeTransports) {
