@@ -78,7 +78,7 @@ pub(super) fn run(request: &Request, call: &Call, group: &Group<'_>) -> Result<(
 
 /// A range of the tensor.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct ReducedPiece {
     bytes: usize,
     /// The values of this member.
     input: *const u8,
@@ -89,11 +89,11 @@ struct Piece {
 }
 
 /// Cuts `bytes` bytes at `input` into pieces, which the members reduce in turn. The result goes to `output`.
-fn pieces_in_turn(bytes: usize, input: *const u8, output: *mut u8, members: usize) -> Vec<Piece> {
+fn pieces_in_turn(bytes: usize, input: *const u8, output: *mut u8, members: usize) -> Vec<ReducedPiece> {
     let cut = piece_bytes(bytes.div_ceil(members));
     let starts = (0..bytes).step_by(cut).enumerate();
     starts
-        .map(|(index, start)| Piece {
+        .map(|(index, start)| ReducedPiece {
             bytes: cut.min(bytes - start),
             input: input.wrapping_add(start),
             output: output.wrapping_add(start),
@@ -103,11 +103,11 @@ fn pieces_in_turn(bytes: usize, input: *const u8, output: *mut u8, members: usiz
 }
 
 /// Cuts a block into pieces, which `reducer` reduces; only that member has an output.
-fn pieces_of_block(block: &TensorView, output: Option<&TensorView>, reducer: usize) -> Vec<Piece> {
+fn pieces_of_block(block: &TensorView, output: Option<&TensorView>, reducer: usize) -> Vec<ReducedPiece> {
     let cut = piece_bytes(block.bytes());
     let starts = (0..block.bytes()).step_by(cut);
     starts
-        .map(|start| Piece {
+        .map(|start| ReducedPiece {
             bytes: cut.min(block.bytes() - start),
             input: block.ptr().wrapping_add(start),
             output: output.map_or(std::ptr::null_mut(), |output| output.ptr().wrapping_add(start)),
@@ -123,7 +123,7 @@ fn piece_bytes(share: usize) -> usize {
 }
 
 /// A member and the messages between it and this one.
-struct Peer {
+struct PeerProgress {
     member: usize,
     /// The pieces that it reduces.
     pieces: Vec<usize>,
@@ -152,11 +152,11 @@ struct OutgoingMessage {
 struct DistributedReduction<'a> {
     dtype: DType,
     op: ReduceOp,
-    pieces: &'a [Piece],
+    pieces: &'a [ReducedPiece],
     group: &'a Group<'a>,
     /// Whether all members get the result. Otherwise only the reducer does.
     to_all: bool,
-    peers: Vec<Peer>,
+    peers: Vec<PeerProgress>,
     /// The pieces that this member reduces; for how many receives are posted, and how many are done.
     own: Vec<usize>,
     posted: usize,
@@ -178,14 +178,14 @@ impl<'a> DistributedReduction<'a> {
     /// # Safety
     /// The inputs and outputs of pieces are valid until it is dropped, and only this operation accesses them. Their
     /// lengths are multiples of the element size. [`kernels::check`] accepts the pair of dtype and op.
-    unsafe fn new(dtype: DType, op: ReduceOp, pieces: &'a [Piece], to_all: bool, group: &'a Group<'a>) -> Self {
+    unsafe fn new(dtype: DType, op: ReduceOp, pieces: &'a [ReducedPiece], to_all: bool, group: &'a Group<'a>) -> Self {
         let reduced_by = |member: usize| -> Vec<usize> {
             (0..pieces.len()).filter(|piece| pieces[*piece].reducer == member).collect()
         };
         let me = group.members.me;
-        let peers: Vec<Peer> = (0..group.members.size())
+        let peers: Vec<PeerProgress> = (0..group.members.size())
             .filter(|member| *member != me)
-            .map(|member| Peer {
+            .map(|member| PeerProgress {
                 member,
                 pieces: reduced_by(member),
                 sent: 0,
@@ -274,7 +274,7 @@ impl<'a> DistributedReduction<'a> {
     /// Sends the values of a piece to a peer that may get more (DST-3); returns whether there is one.
     fn send_values(&mut self) -> bool {
         let depth = self.depth.pieces();
-        // Each member begins with the one behind it, so that they do not all send to the same one. Peer i is member i or,
+        // Each member begins with the one behind it, so that they do not all send to the same one. PeerProgress i is member i or,
         // behind this member, i + 1.
         let in_turn = (0..self.peers.len()).map(|step| (self.group.members.me + step) % self.peers.len());
         let may_send = |peer: &usize| {
@@ -373,7 +373,7 @@ mod tests {
     use crate::buffer::Device;
 
     /// Checks that pieces follow each other without gaps, and fit one frame and every element; returns their bytes.
-    fn check(pieces: &[Piece], start: *const u8) -> usize {
+    fn check(pieces: &[ReducedPiece], start: *const u8) -> usize {
         pieces.iter().fold(0, |bytes, piece| {
             assert_eq!(piece.input, start.wrapping_add(bytes));
             assert!(piece.bytes.is_multiple_of(16) && (1..=PAYLOAD_BYTES).contains(&piece.bytes), "{piece:?}");
