@@ -274,8 +274,8 @@ impl<'a> DistributedReduction<'a> {
     /// Sends the values of a piece to a peer that may get more (DST-3); returns whether there is one.
     fn send_values(&mut self) -> bool {
         let depth = self.depth.pieces();
-        // Each member begins with the one behind it, so that they do not all send to the same one. PeerProgress i is member i or,
-        // behind this member, i + 1.
+        // Each member begins with the one behind it, so that they do not all send to the same one. `peers[i]` is member i, or
+        // i + 1 if this member is before it.
         let in_turn = (0..self.peers.len()).map(|step| (self.group.members.me + step) % self.peers.len());
         let may_send = |peer: &usize| {
             let peer = &self.peers[*peer];
