@@ -248,7 +248,8 @@ fn agree_on_hosts(hosts: &Hosts, call: &Call, group: &Group<'_>, values: Option<
         let leaders: Vec<usize> = (0..map.num_hosts()).map(|host| map.owner(host, 0)).collect();
         let host = map.host_of(group.members.me);
         let found = if call_exchange::is_direct(leaders.len()) {
-            // SAFETY: the values are the caller's, or lie in notes, which nobody changes before the arrival below.
+            // SAFETY: the caller promises that its own values are valid. Those of other members lie in their notes, which
+            // they do not write to before the arrival below.
             let (found, all) = unsafe { call_exchange::exchange(&leaders, host, &calls, &own, group)? };
             if let Some(values) = values.filter(|_| found == CallAgreement::Agreed) {
                 if all.spans.iter().any(|span| span.bytes != values.own.bytes) {

@@ -247,7 +247,7 @@ impl<'a> DistributedReduction<'a> {
         self.group.scratch.put(memory);
         if self.to_all {
             for peer in &self.peers {
-                // SAFETY: nobody writes to a result until the operation is complete or dropped.
+                // SAFETY: no code writes to the result's memory before this operation is complete or dropped.
                 let message =
                     unsafe { self.group.transport.post_send(peer.member, TAG_RESULT, piece.output, piece.bytes) };
                 self.outgoing.push(OutgoingMessage { message, values_to: None });
@@ -284,7 +284,7 @@ impl<'a> DistributedReduction<'a> {
         let Some(index) = in_turn.filter(may_send).min_by_key(|peer| self.peers[*peer].sent) else { return false };
         let peer = &mut self.peers[index];
         let piece = &self.pieces[peer.pieces[peer.sent]];
-        // SAFETY: nobody writes to the values before all of them have been sent (DST-2).
+        // SAFETY: only the piece's result may overwrite the values, and it arrives after they have been sent (DST-2).
         let message = unsafe { self.group.transport.post_send(peer.member, TAG_VALUES, piece.input, piece.bytes) };
         self.outgoing.push(OutgoingMessage { message, values_to: Some(index) });
         peer.sent += 1;
@@ -321,8 +321,8 @@ impl MessageSteps for DistributedReduction<'_> {
             let messages = (self.peers.iter().enumerate())
                 .map(|(place, peer)| {
                     let place = start.wrapping_add(place * bytes.next_multiple_of(16));
-                    // SAFETY: the place has that many bytes, and nobody else accesses the memory, which does not move,
-                    // until the message is complete or cancelled.
+                    // SAFETY: the place has that many bytes. The memory does not move, and only this message accesses it
+                    // until it is complete or cancelled.
                     unsafe { transport.post_recv(Some(peer.member), TAG_VALUES, place, bytes) }
                 })
                 .collect();
