@@ -13,6 +13,8 @@
 static MPI_Comm job = MPI_COMM_NULL;
 static int owns_mpi;
 static int num_slots;
+/* All requests from this slot on are MPI_REQUEST_NULL, so that MPI need not look at them. */
+static int end;
 static MPI_Request *requests;
 static char *is_recv;
 /* Output of MPI_Testsome. */
@@ -71,7 +73,7 @@ static int32_t init(int32_t *any_thread) {
   if (initialised) {
     MPI_Query_thread(&level);
   } else {
-    /* One thread makes all calls of the core. The highest level allows the script to use MPI too, from its own threads. */
+    /* The highest level allows the script to use MPI too, from its own threads. */
     int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     if (code) return code;
     owns_mpi = 1;
@@ -108,18 +110,20 @@ static int32_t start(int32_t slots, struct smd_mpi_world *world) {
   return 0;
 }
 
-static int32_t send(int32_t slot, const void *data, int32_t bytes, int32_t to) {
+static int32_t send(int32_t slot, const void *data, int32_t bytes, int32_t to, int32_t tag) {
   ENTER;
+  if (slot >= end) end = slot + 1;
   is_recv[slot] = 0;
-  int code = MPI_Isend(data, bytes, MPI_BYTE, to, 0, job, &requests[slot]);
+  int code = MPI_Isend(data, bytes, MPI_BYTE, to, tag, job, &requests[slot]);
   LEAVE;
   return code;
 }
 
-static int32_t recv(int32_t slot, void *data, int32_t bytes) {
+static int32_t recv(int32_t slot, void *data, int32_t bytes, int32_t tag) {
   ENTER;
+  if (slot >= end) end = slot + 1;
   is_recv[slot] = 1;
-  int code = MPI_Irecv(data, bytes, MPI_BYTE, MPI_ANY_SOURCE, 0, job, &requests[slot]);
+  int code = MPI_Irecv(data, bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, job, &requests[slot]);
   LEAVE;
   return code;
 }
@@ -128,7 +132,7 @@ static int32_t poll(struct smd_mpi_done *done, int32_t *num_done) {
   int count = 0;
   *num_done = 0;
   ENTER;
-  int code = MPI_Testsome(num_slots, requests, &count, indices, statuses);
+  int code = MPI_Testsome(end, requests, &count, indices, statuses);
   LEAVE;
   if (count == MPI_UNDEFINED) count = 0;
   for (int i = 0; i < count; i++) {
@@ -142,6 +146,7 @@ static int32_t poll(struct smd_mpi_done *done, int32_t *num_done) {
       MPI_Get_count(&statuses[i], MPI_BYTE, &done[i].bytes);
     }
   }
+  while (end > 0 && requests[end - 1] == MPI_REQUEST_NULL) end--;
   if (code == MPI_SUCCESS || code == MPI_ERR_IN_STATUS) {
     *num_done = count;
     return 0;

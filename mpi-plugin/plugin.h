@@ -1,14 +1,14 @@
 /* The interface between the core and its MPI plug-in. The plug-in is the only code that sees mpi.h: an MPI library's types and
  * constants differ from those of another one, so it is compiled against the MPI that the job uses. It contains no policy.
  *
- * One thread of the core makes all calls. Functions return 0, an MPI error code (positive) or one of the codes below. */
+ * The core makes one call at a time. Functions return 0, an MPI error code (positive) or one of the codes below. */
 #ifndef SMD_MPI_PLUGIN_H
 #define SMD_MPI_PLUGIN_H
 
 #include <stdint.h>
 
 /* Incremented when anything below changes; mirrored in rust-core/src/transport/mpi/plugin.rs. */
-#define SMD_MPI_ABI 2
+#define SMD_MPI_ABI 3
 
 /* MPI tried to end the process. MPI is not called again. */
 #define SMD_MPI_GAVE_UP (-1)
@@ -42,8 +42,9 @@ struct smd_mpi_plugin {
   /* Joins the job: `init`, and a communicator of our own. Waits for all processes. */
   int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);
   /* Start a message in a free slot. MPI uses the memory until `poll` returns the slot. */
-  int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to);
-  int32_t (*recv)(int32_t slot, void *data, int32_t bytes);
+  int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to, int32_t tag);
+  /* From any process. */
+  int32_t (*recv)(int32_t slot, void *data, int32_t bytes, int32_t tag);
   /* Returns the completed slots, at most as many as fit into `done`; does not wait. */
   int32_t (*poll)(struct smd_mpi_done *done, int32_t *num_done);
   /* Withdraws open receives, and calls MPI_Finalize if `start` initialised MPI. Waits for all processes. */

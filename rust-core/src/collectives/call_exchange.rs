@@ -2,6 +2,7 @@
 
 use super::Group;
 use super::call::{Call, CallAgreement, compare};
+use super::scratch::ScratchMemory;
 use crate::error::{Error, Result};
 use crate::transport::{Message, Tag, Transport, wait_all};
 
@@ -11,10 +12,11 @@ const TAG_CALL: Tag = 1 << 40;
 /// Up to this many nodes, each sends to each other, so all know all calls after the time of one message. In a tree, they
 /// do after that of two for each level, but no node sends more than a few.
 const MAX_DIRECT_NODES: usize = 8;
-/// The first message between two nodes has this length, so that its receive can be posted; what has no room in it
-/// follows in a second one. Enough for a few members' calls.
-const HEAD_BYTES: usize = 512;
-const HEAD_ROOM: usize = HEAD_BYTES - 8;
+/// What exceeds this length follows in a second message, so that the receive of the first one can be posted before the
+/// length is known. Enough for the values that are sent inline.
+const FIRST_BYTES: usize = (128 << 10) + (4 << 10);
+/// Each message begins with its length.
+const LENGTH_BYTES: usize = 8;
 /// The longest values that [`exchange`] takes, with the gaps between them.
 pub(super) const MAX_VALUES: usize = 1 << 18;
 
@@ -46,10 +48,10 @@ impl ValueSpan {
 }
 
 /// The values of all members, in their order.
-pub(super) struct ExchangedValues {
+pub(super) struct ExchangedValues<'a> {
     pub(super) spans: Vec<ValueSpan>,
     /// The memory of those that other nodes have sent.
-    _received: Vec<ReceivedBytes>,
+    _received: Vec<ReceivedMessage<'a>>,
 }
 
 /// Values begin at multiples of this in a message, as the memory of received ones does, so these are aligned for every
@@ -61,13 +63,13 @@ const VALUES_ALIGN: usize = 16;
 ///
 /// # Safety
 /// The values are valid and no other code changes them during the call.
-pub(super) unsafe fn exchange(
+pub(super) unsafe fn exchange<'a>(
     nodes: &[usize],
     me: usize,
     calls: &[(usize, Call)],
     values: &[ValueSpan],
-    group: &Group<'_>,
-) -> Result<(CallAgreement, ExchangedValues)> {
+    group: &Group<'a>,
+) -> Result<(CallAgreement, ExchangedValues<'a>)> {
     let lengths: Vec<usize> = values.iter().map(|values| values.bytes).collect();
     // SAFETY: the caller's promise.
     let own = unsafe { compose(&encode(&(calls, lengths))?, values) };
@@ -90,8 +92,9 @@ pub(super) unsafe fn exchange(
 /// The values are valid.
 unsafe fn compose(described: &[u8], values: &[ValueSpan]) -> Vec<u8> {
     let room = |bytes: usize| bytes + VALUES_ALIGN;
-    let mut message =
-        Vec::with_capacity(values.iter().fold(room(8 + described.len()), |all, each| all + room(each.bytes)));
+    let described_room = room(LENGTH_BYTES + 8 + described.len());
+    let mut message = Vec::with_capacity(values.iter().fold(described_room, |all, each| all + room(each.bytes)));
+    message.extend_from_slice(&[0; LENGTH_BYTES]);
     message.extend_from_slice(&(described.len() as u64).to_le_bytes());
     message.extend_from_slice(described);
     for values in values.iter().filter(|values| values.bytes > 0) {
@@ -105,13 +108,27 @@ unsafe fn compose(described: &[u8], values: &[ValueSpan]) -> Vec<u8> {
             message.set_len(end);
         }
     }
+    set_length(&mut message);
     message
+}
+
+/// A message of a description alone.
+fn message_of(described: &[u8]) -> Vec<u8> {
+    let mut message = [&[0; LENGTH_BYTES], described].concat();
+    set_length(&mut message);
+    message
+}
+
+fn set_length(message: &mut [u8]) {
+    let bytes = message.len() as u64;
+    message[..LENGTH_BYTES].copy_from_slice(&bytes.to_le_bytes());
 }
 
 /// The calls and values in a message from `rank`.
 fn parse(message: &[u8], rank: usize) -> Result<Vec<(usize, Call, ValueSpan)>> {
     let broken = || Error::Internal(format!("rank {rank} sent values of another length than it said"));
-    let (length, rest) = message.split_first_chunk::<8>().ok_or_else(broken)?;
+    let content = message.get(LENGTH_BYTES..).ok_or_else(broken)?;
+    let (length, rest) = content.split_first_chunk::<8>().ok_or_else(broken)?;
     let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
     let (described, mut rest) = rest.split_at_checked(length).ok_or_else(broken)?;
     let (calls, lengths): (Vec<(usize, Call)>, Vec<usize>) = decode(described, rank)?;
@@ -147,7 +164,7 @@ fn agree_in_tree(
     let children = || (0..).map(|bit| 1 << bit).take_while(move |step| *step < reach && me + *step < size);
     for step in children() {
         let child = nodes[me + step];
-        let below: Vec<(usize, Call)> = decode(receive(child, group)?.as_slice(), group.members.ranks[child])?;
+        let below: Vec<(usize, Call)> = decode(receive(child, group)?.content(), group.members.ranks[child])?;
         calls.extend(below);
     }
     let result = if me == 0 {
@@ -155,12 +172,12 @@ fn agree_in_tree(
         result(calls, group)?
     } else {
         let parent = nodes[me - reach];
-        transfer(&[(parent, &encode(&calls)?)], &[], group)?;
-        decode(receive(parent, group)?.as_slice(), group.members.ranks[parent])?
+        transfer(&[(parent, &message_of(&encode(&calls)?))], &[], group)?;
+        decode(receive(parent, group)?.content(), group.members.ranks[parent])?
     };
-    let bytes = encode(&result)?;
+    let message = message_of(&encode(&result)?);
     for step in children() {
-        transfer(&[(nodes[me + step], &bytes)], &[], group)?;
+        transfer(&[(nodes[me + step], &message)], &[], group)?;
     }
     Ok(result)
 }
@@ -184,19 +201,20 @@ pub(super) fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8], rank: usize) 
         .map_err(|error| Error::Internal(format!("rank {rank} sent a call that cannot be read: {error}")))
 }
 
-fn receive(from: usize, group: &Group<'_>) -> Result<ReceivedBytes> {
+fn receive<'a>(from: usize, group: &Group<'a>) -> Result<ReceivedMessage<'a>> {
     Ok(transfer(&[], &[from], group)?.remove(0))
 }
 
 /// A message from another node, aligned for values of every type.
-struct ReceivedBytes {
+struct ReceivedMessage<'a> {
     memory: Vec<u128>,
     bytes: usize,
+    scratch: &'a ScratchMemory,
 }
 
-impl ReceivedBytes {
-    fn new(bytes: usize) -> Self {
-        Self { memory: vec![0; bytes.div_ceil(16)], bytes }
+impl<'a> ReceivedMessage<'a> {
+    fn new(bytes: usize, scratch: &'a ScratchMemory) -> Self {
+        Self { memory: scratch.take(bytes), bytes, scratch }
     }
 
     fn as_slice(&self) -> &[u8] {
@@ -207,6 +225,24 @@ impl ReceivedBytes {
     fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above; any bytes are numbers.
         unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), self.bytes) }
+    }
+
+    /// The length that it states, if the first `received` bytes, which have arrived, are as many as they should be.
+    fn stated_bytes(&self, received: usize) -> Option<usize> {
+        let (length, _) = self.as_slice().get(..received)?.split_first_chunk::<LENGTH_BYTES>()?;
+        let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+        (length.min(FIRST_BYTES) == received).then_some(length)
+    }
+
+    /// What follows the length.
+    fn content(&self) -> &[u8] {
+        &self.as_slice()[LENGTH_BYTES..]
+    }
+}
+
+impl Drop for ReceivedMessage<'_> {
+    fn drop(&mut self) {
+        self.scratch.put(std::mem::take(&mut self.memory));
     }
 }
 
@@ -222,55 +258,46 @@ impl Drop for Pending<'_> {
     }
 }
 
-/// Sends bytes to some members and receives bytes from others, all at the same time. Returns the received bytes in the
-/// order of `receives`.
-fn transfer(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'_>) -> Result<Vec<ReceivedBytes>> {
+/// Sends messages to some members and receives messages from others, all at the same time. Returns the received ones in
+/// the order of `receives`.
+fn transfer<'a>(sends: &[(usize, &[u8])], receives: &[usize], group: &Group<'a>) -> Result<Vec<ReceivedMessage<'a>>> {
     let transport = group.transport;
-    let head = |bytes: &[u8]| {
-        let mut head = [0; HEAD_BYTES];
-        head[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
-        let (first, _) = bytes.split_at(bytes.len().min(HEAD_ROOM));
-        head[8..8 + first.len()].copy_from_slice(first);
-        head
-    };
-    let sent: Vec<[u8; HEAD_BYTES]> = sends.iter().map(|(_, bytes)| head(bytes)).collect();
-    let mut heads = vec![[0; HEAD_BYTES]; receives.len()];
-    let mut found = Vec::with_capacity(receives.len());
+    let mut found: Vec<ReceivedMessage<'a>> =
+        receives.iter().map(|_| ReceivedMessage::new(FIRST_BYTES, group.scratch)).collect();
     // Declared after the memory of its messages, so that it is dropped first.
     let mut pending = Pending { transport, messages: Vec::new() };
-    for ((to, bytes), head) in sends.iter().zip(&sent) {
-        // SAFETY: both live until `pending` is dropped, which ends the messages.
-        unsafe {
-            pending.messages.push(transport.post_send(*to, TAG_CALL, head.as_ptr(), HEAD_BYTES));
-            if let Some(rest) = bytes.get(HEAD_ROOM..).filter(|rest| !rest.is_empty()) {
-                pending.messages.push(transport.post_send(*to, TAG_CALL, rest.as_ptr(), rest.len()));
-            }
+    for (to, message) in sends {
+        let (first, rest) = message.split_at(message.len().min(FIRST_BYTES));
+        for part in [first, rest].into_iter().filter(|part| !part.is_empty()) {
+            // SAFETY: the caller's message outlives `pending`, which ends the messages when it is dropped.
+            pending.messages.push(unsafe { transport.post_send(*to, TAG_CALL, part.as_ptr(), part.len()) });
         }
     }
     let first = pending.messages.len();
-    for (from, head) in receives.iter().zip(&mut heads) {
-        // SAFETY: the buffer lives until `pending` is dropped, which ends the messages.
-        let message = unsafe { transport.post_recv(Some(*from), TAG_CALL, head.as_mut_ptr(), HEAD_BYTES) };
-        pending.messages.push(message);
+    for (from, message) in receives.iter().zip(&mut found) {
+        let start = message.as_mut_slice().as_mut_ptr();
+        // SAFETY: the memory lives until `pending` is dropped, and no other code accesses it before the wait has ended.
+        pending.messages.push(unsafe { transport.post_recv_up_to(*from, TAG_CALL, start, FIRST_BYTES) });
     }
     wait_all(transport, &pending.messages[first..], &group.wait)?;
     // A call has a few words for each member, and is sent together with those of its subtree.
     let limit = (1 << 16) + 64 * (group.members.size() * group.members.size()) + MAX_VALUES;
-    for (from, head) in receives.iter().zip(&heads) {
-        let length = usize::try_from(u64::from_le_bytes(head[..8].try_into().expect("it has 8 bytes")));
-        let length = length.ok().filter(|length| *length <= limit).ok_or_else(|| {
+    let received: Vec<usize> = pending.messages[first..].iter().map(Message::received_bytes).collect();
+    for ((from, message), received) in receives.iter().zip(&mut found).zip(received) {
+        let stated = message.stated_bytes(received).filter(|bytes| *bytes <= limit);
+        let bytes = stated.ok_or_else(|| {
             let rank = group.members.ranks[*from];
-            Error::Internal(format!("rank {rank} announced a call of more than {limit} bytes"))
+            Error::Internal(format!("rank {rank} sent a call in another length than it stated, or above {limit} bytes"))
         })?;
-        let mut bytes = ReceivedBytes::new(length);
-        let (first, rest) = bytes.as_mut_slice().split_at_mut(length.min(HEAD_ROOM));
-        first.copy_from_slice(&head[8..8 + first.len()]);
-        if !rest.is_empty() {
-            // SAFETY: only the buffer's handle moves to `found`, which is returned after the messages have ended.
-            let message = unsafe { transport.post_recv(Some(*from), TAG_CALL, rest.as_mut_ptr(), rest.len()) };
-            pending.messages.push(message);
+        if bytes > FIRST_BYTES {
+            let mut whole = ReceivedMessage::new(bytes, group.scratch);
+            let (first, rest) = whole.as_mut_slice().split_at_mut(FIRST_BYTES);
+            first.copy_from_slice(message.as_slice());
+            // SAFETY: only the handle of the memory moves to `found`, which outlives `pending`.
+            pending.messages.push(unsafe { transport.post_recv(Some(*from), TAG_CALL, rest.as_mut_ptr(), rest.len()) });
+            *message = whole;
         }
-        found.push(bytes);
+        message.bytes = bytes;
     }
     wait_all(transport, &pending.messages, &group.wait)?;
     // All are complete.
@@ -321,7 +348,7 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..100), length in 0u64..60) {
             let _ = parse(&bytes, 0);
-            let _ = parse(&[&length.to_le_bytes(), &bytes[..]].concat(), 0);
+            let _ = parse(&[&[0; LENGTH_BYTES], &length.to_le_bytes()[..], &bytes[..]].concat(), 0);
         }
     }
 }

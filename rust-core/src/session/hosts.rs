@@ -1,7 +1,7 @@
 //! Chooses the transport between the hosts of a job: MPI, if an MPI launcher started the job and its plug-in is
 //! available on all hosts (MPI-4), otherwise TCP.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 /// The prefix of the store's keys with the reports of ranks and rank 0's choice.
 const PREFIX: &str = "hosts/";
 const CHOICE: &str = "hosts/choice";
+/// The length of messages through MPI.
+const MESSAGE_BYTES: &str = "hosts/message_bytes";
 
 fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
@@ -89,9 +91,7 @@ impl Session {
         let trusts_network = config::TRUSTED_NETWORK.flag()?;
         let own = HostReport { without_mpi, address, trusts_network, mac_times: MacTimes::measure() };
         match (self.agree(client, own, deadline)?, plugin) {
-            (TransportChoice::Mpi, Ok(plugin)) => {
-                mpi::start(&plugin, self.size(), &self.monitor, deadline).map(HostConnection::Mpi)
-            }
+            (TransportChoice::Mpi, Ok(plugin)) => self.start_engine(&plugin, client, deadline).map(HostConnection::Mpi),
             (TransportChoice::Mpi, Err(error)) => Err(error),
             (TransportChoice::Tcp { why, book, tags }, _) => {
                 metrics::note_fallback(Fallback::TcpWithoutMpi);
@@ -118,6 +118,34 @@ impl Session {
                 Network::start(listener, options).map(HostConnection::Tcp)
             }
         }
+    }
+
+    /// Starts MPI for the tensors of CPUs. Rank 0 and a rank on another host measure which length of messages is fastest;
+    /// all ranks use it.
+    fn start_engine(&self, plugin: &Path, client: &Client, deadline: Instant) -> Result<Arc<Engine>> {
+        use crate::world::Store as _;
+        let on_another_host = self.places.iter().position(|place| place.host != self.places[0].host);
+        let partner = match on_another_host {
+            Some(rank) if self.rank() == rank => Some(0),
+            partner if self.rank() == 0 => partner,
+            _ => None,
+        };
+        let engine = mpi::start(plugin, self.size(), &self.monitor, deadline)?;
+        let measured = engine.measure(partner, &self.monitor, deadline)?;
+        let bytes: Option<usize> = match self.rank() {
+            0 => {
+                client.set(MESSAGE_BYTES, &encode(&measured)?)?;
+                measured
+            }
+            _ => {
+                let remaining = deadline.saturating_duration_since(Instant::now());
+                decode(&client.get(MESSAGE_BYTES, &[0], remaining)?, 0)?
+            }
+        };
+        if let Some(bytes) = bytes {
+            engine.set_message_bytes(bytes);
+        }
+        Ok(engine)
     }
 
     /// Initialises MPI in all processes of a job that an MPI launcher started, as Horovod's scripts expect. Every rank

@@ -20,18 +20,19 @@
 //!   beyond the limit uses the rendezvous like a large one, so its send waits for the receive.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::{Members, Tag};
 use crate::bulk_copy;
-use crate::error::{Error, Result};
+use crate::error::Error;
 
 mod direct_receive;
+mod message;
 
 use direct_receive::DirectReceive;
+pub use message::Message;
 
 /// The kind of a frame; the `#[repr]` values are sent on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,38 +92,6 @@ pub(crate) trait Link: Send + Sync {
     fn ring_own(&self);
 }
 
-#[derive(Debug)]
-struct MessageState {
-    /// The other member; `None` for a receive from any member.
-    partner: Option<usize>,
-    id: u64,
-    result: OnceLock<Result<usize>>,
-}
-
-/// A message in flight, from [`super::Transport::post_send`] or [`super::Transport::post_recv`].
-#[derive(Clone, Debug)]
-pub struct Message(Arc<MessageState>);
-
-impl Message {
-    /// The result, once it is known: the other member, or the error.
-    pub fn poll(&self) -> Option<Result<usize>> {
-        self.0.result.get().cloned()
-    }
-
-    /// Global ranks whose messages may complete this one.
-    pub(crate) fn partners(&self, members: &Members) -> Vec<usize> {
-        match self.0.partner {
-            Some(partner) => vec![members.ranks[partner]],
-            None => (0..members.size()).filter(|rank| *rank != members.me).map(|rank| members.ranks[rank]).collect(),
-        }
-    }
-
-    fn complete(&self, result: Result<usize>) {
-        // A second result can only come from a forged frame and is ignored.
-        let _ = self.0.result.set(result);
-    }
-}
-
 struct Outgoing {
     message: Message,
     tag: Tag,
@@ -142,12 +111,22 @@ struct Posted {
     tag: Tag,
     data: *mut u8,
     bytes: usize,
+    /// Whether the message may be shorter.
+    is_limit: bool,
+}
+
+impl Posted {
+    /// Whether a message of `bytes` bytes fits.
+    fn accepts(&self, bytes: usize) -> bool {
+        bytes == self.bytes || (self.is_limit && bytes < self.bytes)
+    }
 }
 
 struct Filling {
     recv: Posted,
     from: usize,
-    /// Length of the sender's message.
+    /// Length of the sender's message, and its id.
+    bytes: usize,
     id: u64,
     received: usize,
 }
@@ -209,6 +188,11 @@ pub trait Messages: Send + Sync {
     /// # Safety
     /// As there.
     unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message;
+    /// See [`super::Transport::post_recv_up_to`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post_recv_up_to(&self, from: usize, tag: Tag, data: *mut u8, limit: usize) -> Message;
     /// See [`super::Transport::progress`].
     fn progress(&self);
     /// See [`super::Transport::cancel`].
@@ -251,6 +235,23 @@ impl<L: Link> Mailbox<L> {
         }
     }
 
+    fn post(&self, state: &mut MailboxState, recv: Posted) -> Message {
+        let message = recv.message.clone();
+        let matches = |it: &Unexpected| it.tag == recv.tag && recv.from.is_none_or(|from| from == it.from);
+        let found = state.unexpected.iter().position(matches);
+        match found.and_then(|at| state.unexpected.remove(at)) {
+            Some(arrived) => {
+                if let Body::Eager(bytes) = &arrived.body {
+                    state.note_taken(arrived.from, bytes.len(), &self.members);
+                }
+                state.deliver(recv, arrived.from, arrived.body, &self.members);
+            }
+            None => state.posted.push_back(recv),
+        }
+        self.advance(state);
+        message
+    }
+
     fn push_to(&self, state: &mut MailboxState, to: usize) {
         let payload_bytes = self.link.payload_bytes(to);
         let MailboxState { peers, completed, .. } = state;
@@ -268,7 +269,7 @@ impl<L: Link> Mailbox<L> {
             let eager = send.bytes <= payload_bytes && peer.eager_sent + cost <= EAGER_LIMIT;
             let header = match eager {
                 true => [FrameKind::Eager as u64, send.tag, 0, 0, send.bytes as u64],
-                false => [FrameKind::Rts as u64, send.tag, send.bytes as u64, send.message.0.id, 0],
+                false => [FrameKind::Rts as u64, send.tag, send.bytes as u64, send.message.id(), 0],
             };
             // SAFETY: an eager message's bytes are valid until it completes, and fit a frame; an announcement has no
             // payload.
@@ -281,7 +282,7 @@ impl<L: Link> Mailbox<L> {
                 send.message.complete(Ok(to));
                 *completed = true;
             } else {
-                peer.announced.insert(send.message.0.id, send);
+                peer.announced.insert(send.message.id(), send);
             }
         }
         while let Some(stream) = peer.streams.front_mut() {
@@ -323,32 +324,27 @@ impl<L: Link> Messages for Mailbox<L> {
 
     unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
         let mut state = self.state.lock();
-        let message = state.message(from);
-        let recv = Posted { message: message.clone(), from, tag, data, bytes };
-        let found = state.unexpected.iter().position(|it| it.tag == tag && from.is_none_or(|from| from == it.from));
-        match found.and_then(|at| state.unexpected.remove(at)) {
-            Some(arrived) => {
-                if let Body::Eager(bytes) = &arrived.body {
-                    state.note_taken(arrived.from, bytes.len(), &self.members);
-                }
-                state.deliver(recv, arrived.from, arrived.body, &self.members);
-            }
-            None => state.posted.push_back(recv),
-        }
-        self.advance(&mut state);
-        message
+        let recv = Posted { message: state.message(from), from, tag, data, bytes, is_limit: false };
+        self.post(&mut state, recv)
+    }
+
+    unsafe fn post_recv_up_to(&self, from: usize, tag: Tag, data: *mut u8, limit: usize) -> Message {
+        let mut state = self.state.lock();
+        let from = Some(from);
+        let recv = Posted { message: state.message(from), from, tag, data, bytes: limit, is_limit: true };
+        self.post(&mut state, recv)
     }
 
     fn cancel(&self, message: &Message) {
         let mut state = self.state.lock();
-        let id = message.0.id;
+        let id = message.id();
         self.detach(&mut state, id);
-        state.posted.retain(|it| it.message.0.id != id);
+        state.posted.retain(|it| it.message.id() != id);
         state.filling.remove(&id);
         for peer in &mut state.peers {
-            peer.waiting.retain(|it| it.message.0.id != id);
-            let streaming = peer.streams.iter().any(|it| it.send.message.0.id == id);
-            peer.streams.retain(|it| it.send.message.0.id != id);
+            peer.waiting.retain(|it| it.message.id() != id);
+            let streaming = peer.streams.iter().any(|it| it.send.message.id() == id);
+            peer.streams.retain(|it| it.send.message.id() != id);
             if peer.announced.remove(&id).is_some() || streaming {
                 // The send was cancelled (MBX-3).
                 peer.replies.push_back([FrameKind::Withdraw as u64, id, 0, 0, 0]);
@@ -377,7 +373,7 @@ impl<L: Link> Messages for Mailbox<L> {
 impl MailboxState {
     fn message(&mut self, partner: Option<usize>) -> Message {
         self.next_id += 1;
-        Message(Arc::new(MessageState { partner, id: self.next_id, result: OnceLock::new() }))
+        Message::new(partner, self.next_id)
     }
 
     /// Handles a frame from `from`.
@@ -435,10 +431,7 @@ impl MailboxState {
             Some(FrameKind::Data) => {
                 let Some(filling) = self.filling.get_mut(&a) else { return };
                 // Parts of one message arrive in order, so the offset is known; a different offset is forged.
-                if filling.from != from
-                    || b != filling.received as u64
-                    || length > filling.recv.bytes - filling.received
-                {
+                if filling.from != from || b != filling.received as u64 || length > filling.bytes - filling.received {
                     return;
                 }
                 // SAFETY: the part lies inside the posted buffer by the check above; the payload is the caller's.
@@ -468,17 +461,17 @@ impl MailboxState {
     fn note_received(&mut self, slot: u64, length: usize, from: usize) {
         let Some(filling) = self.filling.get_mut(&slot) else { return };
         filling.received += length;
-        if filling.received == filling.recv.bytes
+        if filling.received == filling.bytes
             && let Some(done) = self.filling.remove(&slot)
         {
-            done.recv.message.complete(Ok(from));
+            done.recv.message.complete_receive(from, done.bytes);
             self.completed = true;
         }
     }
 
     /// Returns a receive to its place in the order.
     fn repost(&mut self, recv: Posted) {
-        let at = self.posted.partition_point(|it| it.message.0.id < recv.message.0.id);
+        let at = self.posted.partition_point(|it| it.message.id() < recv.message.id());
         self.posted.insert(at, recv);
     }
 
@@ -517,9 +510,9 @@ impl MailboxState {
         match body {
             // SAFETY: the vector is valid for its length.
             Body::Eager(bytes) => unsafe { self.finish(recv, from, bytes.as_ptr(), bytes.len(), members) },
-            Body::Rts { id, bytes } if bytes == recv.bytes => {
-                let slot = recv.message.0.id;
-                self.filling.insert(slot, Filling { recv, from, id, received: 0 });
+            Body::Rts { id, bytes } if recv.accepts(bytes) => {
+                let slot = recv.message.id();
+                self.filling.insert(slot, Filling { recv, from, bytes, id, received: 0 });
                 self.peers[from].replies.push_back([FrameKind::Cts as u64, id, slot, 0, 0]);
             }
             Body::Rts { id, bytes } => {
@@ -535,7 +528,7 @@ impl MailboxState {
     /// `data` is valid for reads of `bytes` bytes.
     unsafe fn finish(&mut self, recv: Posted, from: usize, data: *const u8, bytes: usize, members: &Members) {
         self.completed = true;
-        if bytes != recv.bytes {
+        if !recv.accepts(bytes) {
             let error = length_mismatch(recv.tag, from, bytes as u64, members.me, recv.bytes as u64, members);
             recv.message.complete(Err(error));
             return;
@@ -544,7 +537,7 @@ impl MailboxState {
             // SAFETY: both sides are valid for `bytes`; no other code uses the posted buffer.
             unsafe { std::ptr::copy_nonoverlapping(data, recv.data, bytes) };
         }
-        recv.message.complete(Ok(from));
+        recv.message.complete_receive(from, bytes);
     }
 }
 
@@ -558,6 +551,8 @@ fn length_mismatch(tag: Tag, from: usize, sent: u64, to: usize, expected: u64, m
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -604,6 +599,38 @@ mod tests {
             assert!(matches!(message.poll(), Some(Ok(1))));
         }
         assert_eq!((mailbox.state.lock().peers[1].eager_kept, memory), (0, [7; 64]));
+    }
+
+    /// Receives that state a limit take shorter messages, whether these are announced or not.
+    #[test]
+    fn a_receive_with_a_limit_takes_shorter_messages() {
+        let ranks: Arc<[usize]> = [0, 1].into();
+        let mailbox = Mailbox::new(ScriptedLink::default(), Members { ranks, me: 0 });
+        let mut memory = [0u8; 200];
+        let mut receive = |limit: usize, headers: &[Header]| {
+            memory.fill(0);
+            // SAFETY: the memory outlives the message, which is complete or cancelled when the closure returns.
+            let message = unsafe { mailbox.post_recv_up_to(1, 3, memory.as_mut_ptr(), limit) };
+            mailbox.link.0.lock().extend(headers);
+            mailbox.progress();
+            mailbox.cancel(&message);
+            let filled = memory.iter().filter(|byte| **byte == 7).count();
+            if matches!(message.poll(), Some(Ok(1))) {
+                assert_eq!(message.received_bytes(), filled);
+            }
+            (message.poll().map(|result| result.is_ok()), filled)
+        };
+        let eager = |bytes: u64| [FrameKind::Eager as u64, 3, 0, 0, bytes];
+        let announce = |bytes: u64, id: u64| [FrameKind::Rts as u64, 3, bytes, id, 0];
+        let data = |slot: u64, offset: u64, bytes: u64| [FrameKind::Data as u64, slot, offset, 0, bytes];
+        assert_eq!(receive(64, &[eager(64)]), (Some(true), 64));
+        assert_eq!(receive(64, &[eager(10)]), (Some(true), 10));
+        assert_eq!(receive(64, &[eager(0)]), (Some(true), 0));
+        assert_eq!(receive(40, &[eager(41)]), (Some(false), 0));
+        // Messages have the numbers 1, 2, ... in this mailbox, and those of receives are their slots.
+        assert_eq!(receive(150, &[announce(100, 9), data(5, 0, 64), data(5, 64, 36)]), (Some(true), 100));
+        assert_eq!(receive(150, &[announce(100, 9), data(6, 0, 64), data(6, 64, 37)]), (None, 64));
+        assert_eq!(receive(150, &[announce(151, 9)]), (Some(false), 0));
     }
 
     /// Small numbers, which may be valid ids, and random ones.

@@ -16,6 +16,7 @@ use crate::metrics::Sleeps;
 use crate::world::{Departure, Monitor};
 
 mod backoff;
+mod callers;
 pub mod hosts;
 mod mailbox;
 pub mod mock;
@@ -144,6 +145,14 @@ pub trait Transport: Send + Sync {
     unsafe fn post_recv(&self, from: Option<usize>, tag: Tag, data: *mut u8, bytes: usize) -> Message {
         // SAFETY: the caller's promise is the callee's.
         unsafe { self.messages().post_recv(from, tag, data, bytes) }
+    }
+    /// As [`Transport::post_recv`], for a message of at most `limit` bytes ([`Message::received_bytes`]).
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post_recv_up_to(&self, from: usize, tag: Tag, data: *mut u8, limit: usize) -> Message {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.messages().post_recv_up_to(from, tag, data, limit) }
     }
     /// Makes progress without waiting. Messages complete only in this function and in the `post` functions.
     fn progress(&self) {

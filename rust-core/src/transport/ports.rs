@@ -118,6 +118,12 @@ fn words(prefix: &[u8; PREFIX_BYTES]) -> [u64; PREFIX_WORDS] {
     words
 }
 
+/// The length of the frame that begins with `prefix`, as its sender states it.
+pub(super) fn frame_bytes(prefix: &[u8; PREFIX_BYTES]) -> Option<usize> {
+    let [_, _, _, ref header @ ..] = words(prefix);
+    usize::try_from(header[4]).ok()?.checked_add(PREFIX_BYTES)
+}
+
 /// Buffers for reuse, with their old contents.
 pub(super) struct Pool {
     spare: Mutex<Vec<Vec<u8>>>,

@@ -1,7 +1,7 @@
 //! Groups whose members are threads, over every transport, and what they compute with.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::{Communicator, reference};
@@ -61,9 +61,11 @@ pub(super) fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>
     })
 }
 
-/// Hosts that communicate through one engine, whose wire leads back to it.
-pub(super) fn over_mpi(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
+/// Hosts that communicate through one engine, whose wire leads back to it, in messages of at most `message_bytes` bytes.
+pub(super) fn over_mpi(size: usize, message_bytes: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
     let engine = Engine::start(Box::new(loopback::Loopback::default())).expect("a thread can be started");
+    engine.measure(None, &Monitor::new(0), Instant::now() + TIMEOUT).expect("there is nothing to measure");
+    engine.set_message_bytes(message_bytes);
     on_hosts(host, vec![(engine, 0); size])
 }
 
@@ -75,17 +77,17 @@ pub(super) fn over_tcp(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Tra
 
 /// Two members on each host; the last of an odd number is alone.
 pub(super) fn pairs(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, |member| member / 2)
+    over_mpi(size, usize::MAX, |member| member / 2)
 }
 
 /// Members assigned to two hosts in turn, so that adjacent ranks are on different hosts.
 pub(super) fn alternating(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, |member| member % 2)
+    over_mpi(size, 3_000, |member| member % 2)
 }
 
 /// Each member on a host of its own.
 pub(super) fn alone(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, |member| member)
+    over_mpi(size, 20_000, |member| member)
 }
 
 pub(super) fn tcp_pairs(size: usize) -> Vec<Arc<dyn Transport>> {

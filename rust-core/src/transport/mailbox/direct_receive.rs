@@ -38,7 +38,7 @@ impl DirectReceive {
 
     fn is_for(&self, id: u64) -> bool {
         match &self.target {
-            DirectTarget::Eager(recv) => recv.message.0.id == id,
+            DirectTarget::Eager(recv) => recv.message.id() == id,
             DirectTarget::Data { slot, .. } => *slot == id,
             DirectTarget::Kept { .. } => false,
         }
@@ -76,14 +76,13 @@ impl<L: Link> Mailbox<L> {
             FrameKind::Eager => {
                 let matches = |it: &Posted| it.tag == a && it.from.is_none_or(|it| it == from);
                 // A message of another length takes the usual way to its error.
-                let at = state.posted.iter().position(matches).filter(|at| state.posted[*at].bytes == bytes)?;
+                let at = state.posted.iter().position(matches).filter(|at| state.posted[*at].accepts(bytes))?;
                 DirectTarget::Eager(state.posted.remove(at)?)
             }
             FrameKind::Data => {
                 let filling = state.filling.get(&a)?;
-                let fits = filling.from == from
-                    && b == filling.received as u64
-                    && bytes <= filling.recv.bytes - filling.received;
+                let fits =
+                    filling.from == from && b == filling.received as u64 && bytes <= filling.bytes - filling.received;
                 DirectTarget::Data { slot: a, place: fits.then(|| filling.recv.data.wrapping_add(filling.received))? }
             }
             _ => return None,
@@ -117,7 +116,7 @@ impl<L: Link> Mailbox<L> {
             DirectTarget::Eager(recv) if is_whole => {
                 state.peers[from].eager_kept += eager_cost(bytes);
                 state.note_taken(from, bytes, &self.members);
-                recv.message.complete(Ok(from));
+                recv.message.complete_receive(from, bytes);
                 state.completed = true;
             }
             DirectTarget::Eager(recv) => state.repost(recv),

@@ -1,31 +1,33 @@
-//! The thread that makes all MPI calls.
+//! Makes all MPI calls, under one lock: on the thread `smd-mpi`, or on a caller that sends or waits for frames.
 //!
 //! ```text
 //!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
-//!   (any thread)   (lock)     (engine's thread)                    (engine's thread too)
+//!   (any thread)   (lock)    (who holds the lock of the service)
 //! ```
 //!
-//! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller waits
-//! ([`Carrier::await_thread`]), and rarely otherwise.
+//! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller sleeps
+//! until frames arrive ([`Carrier::await_thread`]), and rarely otherwise. While callers poll ([`Carrier::receive`]), it
+//! leaves MPI to them (CAL-1).
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::message_length;
+use super::service::{MpiService, Served};
 use crate::error::{Error, Limit, Result};
+use crate::transport::callers::{ReceivingCallers, TICK};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
 use crate::transport::{Backoff, POLL_INTERVAL};
 use crate::world::Monitor;
 
-/// Number of receives that are always posted.
-const RECV_SLOTS: usize = 16;
 /// Largest number of frames for one process that are queued or in flight; the mailbox waits with further ones.
 const FRAMES_PER_PEER: usize = 8;
-const MAX_SEND_SLOTS: usize = 256;
-/// Polling intervals while a caller waits, and otherwise.
+/// Polling intervals while a caller sleeps until frames arrive or messages are being sent, and otherwise.
 const SHORT_PAUSE: Duration = Duration::from_micros(30);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
 
@@ -43,16 +45,25 @@ pub(crate) trait Wire: Send {
     ///
     /// # Safety
     /// The memory stays valid and unchanged until `poll` reports the slot as complete.
-    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure>;
+    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize, tag: MessageTag) -> Result<(), Failure>;
     /// Starts a receive from any process in a free slot.
     ///
     /// # Safety
     /// No other code accesses the memory until `poll` reports the slot as complete.
-    unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure>;
+    unsafe fn recv(&mut self, slot: usize, data: &mut [u8], tag: MessageTag) -> Result<(), Failure>;
     /// Adds completed slots to the list; does not wait.
     fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure>;
     /// Finalises MPI; waits for all processes of the job.
     fn finish(&mut self) -> Result<(), Failure>;
+}
+
+/// What a message is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub(crate) enum MessageTag {
+    Frames = 0,
+    /// To measure the network ([`message_length`]).
+    Measurement = 1,
 }
 
 /// Properties of the job in MPI.
@@ -78,43 +89,76 @@ pub(crate) struct Completed {
 pub(crate) struct Failure(pub(crate) String);
 
 #[derive(Default)]
-struct Outbox {
-    frames: VecDeque<(usize, Vec<u8>)>,
+pub(super) struct Outbox {
+    pub(super) frames: VecDeque<(usize, Vec<u8>)>,
     /// By rank: frames that are queued or in flight.
-    pending: HashMap<usize, usize>,
+    pub(super) pending: HashMap<usize, usize>,
     /// Ports whose frame was refused because the queue was full.
-    refused: HashSet<PortKey>,
+    pub(super) refused: HashSet<PortKey>,
     finish: bool,
 }
 
-struct EngineState {
-    outbox: Mutex<Outbox>,
-    ports: Ports,
-    send_buffers: Pool,
+pub(super) struct EngineState {
+    pub(super) outbox: Mutex<Outbox>,
+    pub(super) ports: Ports,
+    pub(super) send_buffers: Pool,
+    /// The length of the messages that this process sends.
+    pub(super) message_bytes: AtomicUsize,
+    /// None before MPI has started and after it has ended.
+    service: Mutex<Option<MpiService>>,
+    callers: Mutex<ReceivingCallers>,
+    /// How often callers have looked for frames.
+    looks: AtomicU64,
+    /// Wakes the thread.
     outbox_changed: Condvar,
-    waiters: AtomicUsize,
-    /// The result of `start`, and whether MPI is finalised.
+    /// The result of the start.
     world: OnceLock<Result<MpiWorld, Failure>>,
+    /// The process with which to measure messages, if any; set when frames may be moved.
+    partner: OnceLock<Option<usize>>,
+    /// The fastest length of messages; none if this process does not measure it.
+    measured: OnceLock<Option<usize>>,
+    /// Whether the wait for the measurement has ended with an error.
+    gave_up: AtomicBool,
+    /// Why MPI is not called any more, and what it may still use.
+    failed: OnceLock<Failure>,
+    abandoned: Mutex<Option<MpiService>>,
+    /// Set when the thread has ended.
     ended: OnceLock<()>,
     changed: Condvar,
     change: Mutex<()>,
 }
 
-/// The thread through which this process sends and receives frames by MPI.
+impl Drop for EngineState {
+    fn drop(&mut self) {
+        // The thread has panicked: MPI may still use the memory.
+        std::mem::forget(self.service.get_mut().take());
+    }
+}
+
+/// Sends and receives the frames of this process by MPI.
 pub(crate) struct Engine {
     shared: Arc<EngineState>,
 }
 
 impl Engine {
-    /// Starts the thread, which initialises MPI; [`Engine::world`] returns the result.
+    /// Starts the thread, which initialises MPI; [`Engine::world`] returns the result. Frames move after
+    /// [`Engine::measure`].
     pub(crate) fn start(wire: Box<dyn Wire>) -> Result<Arc<Self>> {
         let shared = Arc::new(EngineState {
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
+            message_bytes: AtomicUsize::new(message_length::DEFAULT_LENGTH),
+            service: Mutex::new(None),
+            callers: Mutex::default(),
+            looks: AtomicU64::new(0),
             outbox_changed: Condvar::new(),
-            waiters: AtomicUsize::new(0),
             world: OnceLock::new(),
+            partner: OnceLock::new(),
+            measured: OnceLock::new(),
+            gave_up: AtomicBool::new(false),
+            failed: OnceLock::new(),
+            abandoned: Mutex::new(None),
             ended: OnceLock::new(),
             changed: Condvar::new(),
             change: Mutex::default(),
@@ -131,20 +175,56 @@ impl Engine {
     /// # Errors
     /// [`Error::Unsupported`] with MPI's text; the errors of a wait for all ranks.
     pub(crate) fn world(&self, size: usize, monitor: &Monitor, deadline: Instant) -> Result<MpiWorld> {
+        let others: Vec<usize> = (0..size).filter(|rank| *rank != monitor.me()).collect();
+        let outcome = self.wait_for("starting MPI", &others, monitor, deadline, || self.shared.world.get().cloned())?;
+        outcome.map_err(|Failure(text)| Error::Unsupported(format!("MPI did not start: {text}")))
+    }
+
+    /// Measures the fastest length of messages between this process and `partner`, which calls this function, too; nothing
+    /// without one. From now on, frames may be moved. Only the first call measures; later ones return its result.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with MPI's text; the errors of a wait for the partner.
+    pub(crate) fn measure(
+        &self,
+        partner: Option<usize>,
+        monitor: &Monitor,
+        deadline: Instant,
+    ) -> Result<Option<usize>> {
+        let shared = &self.shared;
+        let _ = shared.partner.set(partner);
+        shared.wake_thread();
+        let found = || match (shared.measured.get(), shared.failed.get()) {
+            (Some(measured), _) => Some(Ok(*measured)),
+            (None, Some(Failure(text))) => Some(Err(Error::Unsupported(format!("MPI failed at its start: {text}")))),
+            (None, None) => None,
+        };
+        let others: Vec<usize> = partner.into_iter().collect();
+        let outcome = self.wait_for("measuring messages of MPI", &others, monitor, deadline, found);
+        if outcome.is_err() {
+            shared.gave_up.store(true, Ordering::Relaxed);
+        }
+        outcome?
+    }
+
+    /// Waits until `found` returns something. `others` are the ranks on which that depends.
+    fn wait_for<T>(
+        &self,
+        during: &str,
+        others: &[usize],
+        monitor: &Monitor,
+        deadline: Instant,
+        found: impl Fn() -> Option<T>,
+    ) -> Result<T> {
         let start = Instant::now();
-        let all: Vec<usize> = (0..size).collect();
-        let during = "starting MPI";
         let mut lock = self.shared.change.lock();
         loop {
-            if let Some(outcome) = self.shared.world.get() {
-                return outcome
-                    .clone()
-                    .map_err(|Failure(text)| Error::Unsupported(format!("MPI did not start: {text}")));
+            if let Some(found) = found() {
+                return Ok(found);
             }
-            monitor.check(&all, during)?;
+            monitor.check(others, during)?;
             if Instant::now() >= deadline {
-                let missing = all.iter().copied().filter(|rank| *rank != monitor.me()).collect();
-                let (during, waited) = (during.to_owned(), start.elapsed());
+                let (during, waited, missing) = (during.to_owned(), start.elapsed(), others.to_vec());
                 return Err(Error::Timeout { during, waited, missing, limit: Limit::Init });
             }
             if monitor.interrupted() {
@@ -152,6 +232,11 @@ impl Engine {
             }
             self.shared.changed.wait_for(&mut lock, POLL_INTERVAL);
         }
+    }
+
+    /// Sends frames in messages of at most `bytes` bytes from now on.
+    pub(crate) fn set_message_bytes(&self, bytes: usize) {
+        self.shared.message_bytes.store(bytes, Ordering::Relaxed);
     }
 
     /// Finalises MPI: waits until the other processes finalise it too, unless a process has died, and at most until
@@ -181,7 +266,8 @@ impl Carrier for Engine {
     }
 
     fn send(&self, from: PortKey, to: usize, prefix: &[u8; PREFIX_BYTES], payload: &[u8]) -> bool {
-        let mut outbox = self.shared.outbox.lock();
+        let shared = &self.shared;
+        let mut outbox = shared.outbox.lock();
         let pending = outbox.pending.entry(to).or_default();
         if *pending >= FRAMES_PER_PEER {
             outbox.refused.insert(from);
@@ -191,24 +277,49 @@ impl Carrier for Engine {
         drop(outbox);
         // The mailbox's lock keeps the frames of one port in order, so the outbox's lock is not held while bytes are
         // copied.
-        let mut bytes = self.shared.send_buffers.take();
+        let mut bytes = shared.send_buffers.take();
         bytes.clear();
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
-        self.shared.outbox.lock().frames.push_back((to, bytes));
-        self.shared.outbox_changed.notify_one();
+        shared.outbox.lock().frames.push_back((to, bytes));
+        shared.send_as_caller();
+        // A frame that is left is the first one to a process, or another thread looked for frames just before. What MPI
+        // has not moved at once, it moves when it is called again: soon by this caller, or by the thread.
+        let is_left = !shared.outbox.lock().frames.is_empty();
+        if is_left || !shared.callers.lock().receive_soon(shared.looks.load(Ordering::Relaxed)) {
+            shared.wake_thread();
+        }
         true
     }
 
     fn await_thread(&self, waits: bool) {
-        let waiters = &self.shared.waiters;
-        if !waits {
-            waiters.fetch_sub(1, Ordering::Relaxed);
-        } else if waiters.fetch_add(1, Ordering::Relaxed) == 0 {
-            // With the lock, the thread either sees the waiter before it sleeps, or sleeps already.
-            let _outbox = self.shared.outbox.lock();
-            self.shared.outbox_changed.notify_one();
+        self.shared.callers.lock().await_thread(waits);
+        if waits {
+            self.shared.wake_thread();
         }
+    }
+
+    fn receives(&self, begins: bool) -> bool {
+        // Only the thread calls an MPI that was built without support for others.
+        if !self.shared.any_thread() {
+            return false;
+        }
+        let mut callers = self.shared.callers.lock();
+        match begins {
+            true => callers.enter(),
+            false => callers.leave(),
+        }
+        let need_thread = callers.need_thread();
+        drop(callers);
+        if need_thread {
+            self.shared.wake_thread();
+        }
+        true
+    }
+
+    fn receive(&self) -> bool {
+        self.shared.looks.fetch_add(1, Ordering::Relaxed);
+        self.shared.serve_as_caller()
     }
 
     fn flush(&self, deadline: Instant) {
@@ -232,29 +343,144 @@ impl EngineState {
         self.changed.notify_all();
     }
 
+    /// Wakes the thread. With the lock, it either sees what has changed before it sleeps, or sleeps already.
+    fn wake_thread(&self) {
+        let _outbox = self.outbox.lock();
+        self.outbox_changed.notify_one();
+    }
+
+    fn any_thread(&self) -> bool {
+        matches!(self.world.get(), Some(Ok(world)) if world.any_thread)
+    }
+
+    /// Moves frames on a thread that waits for some. Returns whether any moved.
+    fn serve_as_caller(&self) -> bool {
+        let Some(mut service) = self.service.try_lock() else { return false };
+        let moved = self.guard(&mut service, |service| service.serve(self, Served::ByCaller));
+        drop(service);
+        self.send_as_caller();
+        moved
+    }
+
+    /// Passes queued frames to MPI, unless another thread holds the service, which looks for frames after it has released
+    /// it.
+    fn send_as_caller(&self) {
+        while self.any_thread() && !self.outbox.lock().frames.is_empty() {
+            let Some(mut service) = self.service.try_lock() else { return };
+            if !self.guard(&mut service, |service| service.send_waiting(self, Served::ByCaller)) {
+                return;
+            }
+        }
+    }
+
+    /// Calls MPI. After a failure it is not called again; the thread then ends the waits.
+    fn guard(
+        &self,
+        service: &mut Option<MpiService>,
+        call: impl FnOnce(&mut MpiService) -> Result<bool, Failure>,
+    ) -> bool {
+        let Some(serving) = service.as_mut() else { return false };
+        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| call(serving)));
+        let failure = match outcome {
+            Ok(Ok(moved)) => return moved,
+            Ok(Err(failure)) => failure,
+            Err(panic) => Failure(Error::from_panic(&*panic).text()),
+        };
+        self.abandon(service, failure);
+        false
+    }
+
+    fn abandon(&self, service: &mut Option<MpiService>, failure: Failure) {
+        // The thread drops what it may: the caller may hold the lock of a mailbox.
+        *self.abandoned.lock() = service.take();
+        let _ = self.failed.set(failure);
+        self.wake_thread();
+    }
+
     /// The body of the thread.
     fn work(&self, mut wire: Box<dyn Wire>) {
-        let slots = RECV_SLOTS + MAX_SEND_SLOTS;
-        let started = wire.start(slots);
-        let failed = started.is_err();
+        let started = wire.start(MpiService::SLOTS);
+        let is_started = started.is_ok();
         let _ = self.world.set(started);
         self.announce();
-        if failed {
+        if !is_started {
             return;
         }
-        let mut slots = Slots::new();
-        match slots.run(self, &mut *wire) {
-            Ok(()) => {
-                if let Err(Failure(text)) = wire.finish() {
-                    tracing::debug!("MPI could not be finalized: {text}");
-                }
-                let _ = self.ended.set(());
-                self.announce();
+        let partner = {
+            let mut outbox = self.outbox.lock();
+            while self.partner.get().is_none() && !outbox.finish {
+                self.outbox_changed.wait(&mut outbox);
             }
-            Err(Failure(text)) => self.fail(&text),
+            self.partner.get().copied().flatten()
+        };
+        let measured = partner.map(|partner| message_length::measure(&mut *wire, partner, &self.gave_up)).transpose();
+        *self.service.lock() = Some(MpiService::new(wire));
+        match measured {
+            Ok(measured) => drop(self.measured.set(measured)),
+            Err(failure) => self.abandon(&mut self.service.lock(), failure),
         }
-        // Memory of operations in flight is leaked, because MPI cannot return it after a failure.
-        std::mem::forget(slots);
+        self.announce();
+        self.serve();
+        if let Some(Failure(text)) = self.failed.get() {
+            if let Some(abandoned) = self.abandoned.lock().take() {
+                abandoned.leak();
+            }
+            return self.fail(text);
+        }
+        let service = self.service.lock().take();
+        if let Some(mut service) = service {
+            if let Err(Failure(text)) = service.finish() {
+                tracing::debug!("MPI could not be finalized: {text}");
+            }
+            service.leak();
+        }
+        let _ = self.ended.set(());
+        self.announce();
+    }
+
+    /// Moves frames until MPI is to be finalised and all frames are sent, or MPI has failed.
+    fn serve(&self) {
+        self.guard(&mut self.service.lock(), |service| service.post_receives(self).map(|()| true));
+        let mut pause = Backoff::of_polling_thread();
+        let mut seen = Instant::now();
+        while self.failed.get().is_none() {
+            let callers_receive = self.callers.lock().receive(self.looks.load(Ordering::Relaxed));
+            let (mut moved, mut sending, mut has_room) = (false, false, true);
+            // Frames that callers leave are the first ones to a process.
+            if !callers_receive || !self.outbox.lock().frames.is_empty() {
+                let mut service = self.service.lock();
+                moved = self.guard(&mut service, |service| service.serve(self, Served::ByThread));
+                (sending, has_room) = service.as_ref().map_or((false, true), |it| (it.is_sending(), it.has_room()));
+            }
+            if seen.elapsed() > POLL_INTERVAL {
+                seen = Instant::now();
+                if self.ports.somebody_departed() {
+                    self.abandon(&mut self.service.lock(), Failure("a process of the job has ended".to_owned()));
+                    return;
+                }
+            }
+            if moved {
+                pause = Backoff::of_polling_thread();
+                continue;
+            }
+            let is_busy = || sending || self.callers.lock().sleep();
+            if !callers_receive && is_busy() && pause.pause(|| false) {
+                continue;
+            }
+            let mut outbox = self.outbox.lock();
+            let is_empty = outbox.frames.is_empty();
+            if outbox.finish && outbox.pending.values().all(|pending| *pending == 0) {
+                return;
+            }
+            if is_empty || !has_room {
+                let limit = match callers_receive {
+                    true => TICK,
+                    false if is_busy() => SHORT_PAUSE,
+                    false => LONG_PAUSE,
+                };
+                self.outbox_changed.wait_for(&mut outbox, limit);
+            }
+        }
     }
 
     /// Ends the waits of this process, unless a departure explains the failure and ends the affected waits.
@@ -270,113 +496,6 @@ impl EngineState {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-    }
-}
-
-/// The buffers of MPI's operations: by slot, receives first.
-///
-/// Frames of one process stay in order, because MPI matches messages with receives in the order in which both were
-/// started. But MPI reports completions in another order (by slot, and a long message later than a following short
-/// one). So a completed receive waits in its slot until all receives that were started before it are complete.
-struct Slots {
-    receives: Vec<Vec<u8>>,
-    /// Slots of receives, oldest first.
-    started: VecDeque<usize>,
-    /// For each receive slot that is complete: the sender and the length.
-    arrived: [Option<(usize, usize)>; RECV_SLOTS],
-    sends: Vec<Option<(usize, Vec<u8>)>>,
-    free: Vec<usize>,
-}
-
-impl Slots {
-    fn new() -> Self {
-        Self {
-            receives: (0..RECV_SLOTS).map(|_| Vec::new()).collect(),
-            started: VecDeque::with_capacity(RECV_SLOTS),
-            arrived: [None; RECV_SLOTS],
-            sends: (0..MAX_SEND_SLOTS).map(|_| None).collect(),
-            free: (0..MAX_SEND_SLOTS).collect(),
-        }
-    }
-
-    /// Moves frames until the engine is to stop and all frames are sent.
-    fn run(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<(), Failure> {
-        for slot in 0..RECV_SLOTS {
-            self.receive(slot, shared.ports.buffers.take(), wire)?;
-        }
-        let mut pause = Backoff::of_polling_thread();
-        let mut done = Vec::new();
-        let mut touched: HashSet<PortKey> = HashSet::new();
-        let mut seen = Instant::now();
-        loop {
-            let mut moved = self.send_waiting(shared, wire)?;
-            wire.poll(&mut done)?;
-            for Completed { slot, source, bytes } in done.drain(..) {
-                moved = true;
-                if slot < RECV_SLOTS {
-                    self.arrived[slot] = Some((source, bytes));
-                } else if let Some((to, buffer)) = self.sends[slot - RECV_SLOTS].take() {
-                    self.free.push(slot - RECV_SLOTS);
-                    shared.send_buffers.put(buffer);
-                    let mut outbox = shared.outbox.lock();
-                    outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
-                    touched.extend(outbox.refused.drain());
-                }
-            }
-            while let Some(slot) = self.started.front().copied()
-                && let Some((source, bytes)) = self.arrived[slot].take()
-            {
-                self.started.pop_front();
-                let frame = std::mem::take(&mut self.receives[slot]);
-                self.receive(slot, shared.ports.buffers.take(), wire)?;
-                touched.extend(shared.ports.take(source, frame, 0, bytes));
-            }
-            shared.ports.progress(touched.drain());
-            if moved {
-                pause = Backoff::of_polling_thread();
-                continue;
-            }
-            let sending = self.free.len() < self.sends.len();
-            let is_busy = || sending || shared.waiters.load(Ordering::Relaxed) > 0;
-            if is_busy() && pause.pause(|| false) {
-                continue;
-            }
-            let mut outbox = shared.outbox.lock();
-            if outbox.finish && outbox.frames.is_empty() && !sending {
-                return Ok(());
-            }
-            if outbox.frames.is_empty() || self.free.is_empty() {
-                shared.outbox_changed.wait_for(&mut outbox, if is_busy() { SHORT_PAUSE } else { LONG_PAUSE });
-            }
-            drop(outbox);
-            if seen.elapsed() > POLL_INTERVAL {
-                seen = Instant::now();
-                if shared.ports.somebody_departed() {
-                    return Err(Failure("a process of the job has ended".to_owned()));
-                }
-            }
-        }
-    }
-
-    fn send_waiting(&mut self, shared: &EngineState, wire: &mut dyn Wire) -> Result<bool, Failure> {
-        let mut moved = false;
-        while let Some(slot) = self.free.last().copied() {
-            let Some((to, bytes)) = shared.outbox.lock().frames.pop_front() else { break };
-            self.free.pop();
-            let (_, data) = self.sends[slot].insert((to, bytes));
-            // SAFETY: the buffer stays in the slot until MPI reports it as complete; otherwise it is leaked.
-            unsafe { wire.send(RECV_SLOTS + slot, data, to)? };
-            moved = true;
-        }
-        Ok(moved)
-    }
-
-    fn receive(&mut self, slot: usize, mut buffer: Vec<u8>, wire: &mut dyn Wire) -> Result<(), Failure> {
-        buffer.resize(FRAME_BYTES, 0);
-        self.receives[slot] = buffer;
-        self.started.push_back(slot);
-        // SAFETY: as in `send_waiting`.
-        unsafe { wire.recv(slot, &mut self.receives[slot]) }
     }
 }
 
@@ -407,11 +526,11 @@ pub(crate) mod loopback {
         fn start(&mut self, _num_slots: usize) -> Result<MpiWorld, Failure> {
             Ok(MpiWorld { rank: 0, size: 1, any_thread: true, library: "loopback".into() })
         }
-        unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize) -> Result<(), Failure> {
+        unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize, _tag: MessageTag) -> Result<(), Failure> {
             self.sent.push_back((slot, data.to_vec()));
             Ok(())
         }
-        unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure> {
+        unsafe fn recv(&mut self, slot: usize, data: &mut [u8], _tag: MessageTag) -> Result<(), Failure> {
             self.open.push_back((slot, data.as_mut_ptr(), data.len()));
             Ok(())
         }

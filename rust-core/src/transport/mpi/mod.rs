@@ -1,11 +1,13 @@
 //! MPI between hosts. Only a plug-in ([`plugin`]) uses an MPI library directly. It is compiled against the job's MPI
-//! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One thread ([`engine`])
-//! makes all MPI calls, for all groups of the process.
+//! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One thread at a time
+//! ([`engine`]) makes the calls of MPI, for all groups of the process.
 //!
-//! - MPI-1: MPI accesses only memory of the engine, one frame for each message. So a message can be cancelled at any
-//!   time, which MPI does not support for memory that was passed to it.
-//! - MPI-2: only the engine's thread waits inside of MPI. So waits keep their deadlines and notice departures,
-//!   whatever MPI does.
+//! - MPI-1: MPI accesses only memory of the engine: one frame for each message, or a part of one. So a message of a group
+//!   can be cancelled at any time, which MPI does not support for memory that was passed to it.
+//! - MPI-2: only the engine's thread makes calls that may wait: initialising, finalising and the first message to a
+//!   process, for which MPI may have to look up its address. Callers that send frames or wait for them make the calls that
+//!   do not wait (`MPI_Isend`, `MPI_Irecv`, `MPI_Testsome`), if MPI permits any thread to call it. Waits keep their
+//!   deadlines and notice departures as long as MPI keeps to that; if one of these calls waits, so does its caller.
 //! - MPI-3: after a process of the job has died or failed, MPI is not called any more, because its standard does not
 //!   define that state. So every wait of a group on several hosts ends with that departure, even if the process is
 //!   not a member; groups on one host continue.
@@ -24,8 +26,10 @@ use holder::Holder;
 
 mod engine;
 mod holder;
+mod message_length;
 mod plugin;
 mod provide;
+mod service;
 
 pub(crate) use engine::Engine;
 #[cfg(test)]
@@ -35,7 +39,8 @@ pub use provide::provide;
 /// The engine of this process: a process can initialise MPI only once.
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
-/// Starts MPI with the plug-in at `path`, unless it is started. Every process of the job calls it, before [`hold`].
+/// Starts MPI with the plug-in at `path`, unless it is started. Every process of the job calls it, before [`hold`], and then
+/// [`Engine::measure`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] with MPI's text; [`Error::Config`] if MPI has another rank for this process;

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use libloading::{Library, Symbol};
 
-use super::engine::{Completed, Failure, MpiWorld, Wire};
+use super::engine::{Completed, Failure, MessageTag, MpiWorld, Wire};
 use crate::error::{Error, Result};
 
 /// `SMD_MPI_ABI`.
-const ABI: u32 = 2;
+const ABI: u32 = 3;
 
 #[repr(C)]
 struct RawWorld {
@@ -35,8 +35,8 @@ struct PluginTable {
     struct_bytes: u32,
     init: unsafe extern "C" fn(*mut i32) -> i32,
     start: unsafe extern "C" fn(i32, *mut RawWorld) -> i32,
-    send: unsafe extern "C" fn(i32, *const c_void, i32, i32) -> i32,
-    recv: unsafe extern "C" fn(i32, *mut c_void, i32) -> i32,
+    send: unsafe extern "C" fn(i32, *const c_void, i32, i32, i32) -> i32,
+    recv: unsafe extern "C" fn(i32, *mut c_void, i32, i32) -> i32,
     poll: unsafe extern "C" fn(*mut RawDone, *mut i32) -> i32,
     finish: unsafe extern "C" fn() -> i32,
     describe: unsafe extern "C" fn(i32, *mut c_char, i32),
@@ -113,15 +113,17 @@ impl Wire for Plugin {
         Ok(MpiWorld { rank, size, any_thread: raw.any_thread != 0, library: library.to_string_lossy().into_owned() })
     }
 
-    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize) -> Result<(), Failure> {
+    unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize, tag: MessageTag) -> Result<(), Failure> {
+        let (start, bytes) = (data.as_ptr().cast(), data.len() as i32);
         // SAFETY: the caller keeps the memory until the slot is complete.
-        let code = unsafe { (self.table.send)(slot as i32, data.as_ptr().cast(), data.len() as i32, to as i32) };
+        let code = unsafe { (self.table.send)(slot as i32, start, bytes, to as i32, tag as i32) };
         self.check(code)
     }
 
-    unsafe fn recv(&mut self, slot: usize, data: &mut [u8]) -> Result<(), Failure> {
+    unsafe fn recv(&mut self, slot: usize, data: &mut [u8], tag: MessageTag) -> Result<(), Failure> {
+        let (start, bytes) = (data.as_mut_ptr().cast(), data.len() as i32);
         // SAFETY: as in `send`.
-        let code = unsafe { (self.table.recv)(slot as i32, data.as_mut_ptr().cast(), data.len() as i32) };
+        let code = unsafe { (self.table.recv)(slot as i32, start, bytes, tag as i32) };
         self.check(code)
     }
 

@@ -5,30 +5,23 @@
 //!                         +-- epoll of the connections; not while a caller receives
 //! ```
 //!
-//! - GATE-1: while a caller receives, the thread leaves frames to it, and once it has noticed, arriving data does not
-//!   wake it. A hand-over to the caller would cost more than what there is to do, and with fewer cores than threads,
-//!   each would wait for the other's core.
+//! - GATE-1: while callers receive (CAL-1), arriving data does not wake the thread, once it has noticed.
 //! - GATE-2: when the last caller has stopped, data that arrived before or arrives later wakes the thread. The epoll of
 //!   the connections is watched for its level, so nothing is missed in between. What a caller took from the epoll and
-//!   left undone is announced by the bell, unless the thread will look at the next tick.
-//! - GATE-3: a caller that stops because its message has come will soon wait for another one, in the same operation or
-//!   the next. So the thread takes over after [`PAUSE`], and looks for that every [`TICK`]. A caller that sleeps needs
-//!   the thread at once. Callers that begin and stop make no system call: to switch the epoll twice for each wait took
-//!   a quarter of a small all-reduce, and to set a timer more than that.
+//!   left undone is announced by the bell, unless the thread will look at one of the next two ticks.
+//! - GATE-3: callers that begin and stop make no system call. To switch the epoll twice for each wait took a quarter of a
+//!   small all-reduce, and to set a timer more than that.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::{self, Errno};
 
-/// Longer than a member takes between two waits of an operation or of operations in a row.
-const PAUSE: Duration = Duration::from_micros(100);
-/// How often the thread looks whether callers have stopped. So rarely that it hardly takes time from them.
-pub(super) const TICK: Duration = Duration::from_millis(1);
+use crate::transport::callers::ReceivingCallers;
 
 pub(super) struct ReceiveGate {
     epoll: OwnedFd,
@@ -41,14 +34,7 @@ pub(super) struct ReceiveGate {
 }
 
 struct GateState {
-    /// Number of callers that receive.
-    receivers: usize,
-    /// How often they had looked for frames when the thread last asked.
-    looks: u64,
-    /// When the last one stopped.
-    stopped: Option<Instant>,
-    /// Number of callers that wait for the thread.
-    sleepers: usize,
+    callers: ReceivingCallers,
     /// Whether arriving data wakes the thread.
     is_watched: bool,
 }
@@ -64,11 +50,11 @@ impl ReceiveGate {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &connections, CONNECTIONS, EventFlags::IN)?;
         epoll::add(&epoll, &bell, DOORBELL, EventFlags::IN)?;
-        let state = GateState { receivers: 0, looks: 0, stopped: None, sleepers: 0, is_watched: true };
+        let state = GateState { callers: ReceivingCallers::default(), is_watched: true };
         Ok(Self { epoll, connections, bell, looks: AtomicU64::new(0), state: Mutex::new(state) })
     }
 
-    /// Waits until the thread has something to do, and at most until the limit, which is a [`TICK`] while callers receive.
+    /// Waits until the thread has something to do, and at most until the limit, which is a tick while callers receive.
     /// Returns whether there is something.
     pub(super) fn wait(&self, limit: Option<Duration>) -> io::Result<bool> {
         // A limit that has no such form is longer than any process lives.
@@ -90,14 +76,10 @@ impl ReceiveGate {
         }
     }
 
-    /// Whether a caller receives or will soon. One that has not looked since the last question has lost its core or does
-    /// something else, and does not count. If there is one, the thread leaves the connections to it, and data does not wake it.
+    /// Whether the thread leaves the connections to callers; then data does not wake it.
     pub(super) fn callers_receive(&self) -> bool {
         let mut state = self.state.lock();
-        let looks = self.looks.load(Ordering::Relaxed);
-        let have_looked = std::mem::replace(&mut state.looks, looks) != looks;
-        let pause = || state.sleepers == 0 && state.stopped.is_some_and(|stopped| stopped.elapsed() < PAUSE);
-        let receive = (state.receivers > 0 && have_looked) || pause();
+        let receive = state.callers.receive(self.looks.load(Ordering::Relaxed));
         self.watch(&mut state, !receive);
         receive
     }
@@ -113,7 +95,7 @@ impl ReceiveGate {
 
     /// A caller begins to receive.
     pub(super) fn enter(&self) {
-        self.state.lock().receivers += 1;
+        self.state.lock().callers.enter();
     }
 
     /// A caller looks for frames.
@@ -127,11 +109,10 @@ impl ReceiveGate {
     }
 
     /// A caller stops receiving. Returns whether the thread will read the frames that the caller has left unread at its
-    /// next [`TICK`], without being woken.
+    /// next tick or the one after it, without being woken.
     pub(super) fn leave(&self) -> bool {
         let mut state = self.state.lock();
-        state.receivers -= 1;
-        state.stopped = Some(Instant::now());
+        state.callers.leave();
         self.watch_for_sleepers(&mut state);
         !state.is_watched
     }
@@ -139,15 +120,12 @@ impl ReceiveGate {
     /// A caller begins or ends to wait for what the thread receives.
     pub(super) fn await_thread(&self, waits: bool) {
         let mut state = self.state.lock();
-        match waits {
-            true => state.sleepers += 1,
-            false => state.sleepers -= 1,
-        }
+        state.callers.await_thread(waits);
         self.watch_for_sleepers(&mut state);
     }
 
     fn watch_for_sleepers(&self, state: &mut GateState) {
-        if state.receivers == 0 && state.sleepers > 0 {
+        if state.callers.need_thread() {
             self.watch(state, true);
         }
     }
@@ -165,7 +143,10 @@ impl ReceiveGate {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::transport::callers::TICK;
 
     const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
     const LONG: Duration = Duration::from_secs(20);

@@ -38,6 +38,7 @@ use mio::Poll;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
+use super::callers::TICK;
 use super::ports::{Carrier, PREFIX_BYTES, PortKey, Ports};
 use crate::error::{Error, Result};
 use crate::world::rendezvous::JobKey;
@@ -170,7 +171,7 @@ impl TcpState {
                 self.has_more.store(has_more, Ordering::SeqCst);
                 match service.limit() {
                     // Callers read the remaining frames, or wake this thread by the bell.
-                    limit if callers_receive => Some(limit.map_or(gate::TICK, |limit| limit.min(gate::TICK))),
+                    limit if callers_receive => Some(limit.map_or(TICK, |limit| limit.min(TICK))),
                     _ if has_more => Some(Duration::ZERO),
                     limit => limit,
                 }
