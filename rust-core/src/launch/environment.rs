@@ -5,12 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::net::TcpListener;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::path::PathBuf;
 
 use super::distribution::Distribution;
 use super::training::{Training, TrainingRank};
 use crate::error::{Error, Result};
+use crate::world::env::{FIRST_PORT, NUM_PORTS};
 
 /// Variables by which other launchers tell processes their rank. `smdrun` may itself run inside a batch job, and its
 /// ranks must not take that job's variables for their own.
@@ -277,13 +279,31 @@ pub(super) fn without_launchers(
     inherited.into_iter().filter(|(name, _)| !is_mark(name)).collect()
 }
 
-/// Returns a free port. As with every launcher, another program may take it before rank 0 does. OpenSMD's own
-/// rendezvous does not use it.
+/// Returns a port that is free on all addresses, on which torch's store will listen. It is not one of those that the
+/// system gives to connections and to servers without a port of their own, so none of the job's processes is given it
+/// before rank 0 listens. Another program may still take it, as with every launcher. OpenSMD's own rendezvous does not use
+/// it.
 fn free_port() -> Result<u16> {
-    TcpListener::bind(("127.0.0.1", 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|address| address.port())
-        .map_err(|error| Error::io("looking for a free port for MASTER_PORT", error))
+    const ATTEMPTS: usize = 64;
+    let failed = |error| Error::io("looking for a free port for MASTER_PORT", error);
+    for _ in 0..ATTEMPTS {
+        let random = getrandom::u32().map_err(|error| failed(std::io::Error::other(error.to_string())))?;
+        let port = FIRST_PORT + (random % u32::from(NUM_PORTS)) as u16;
+        if is_free(port) {
+            return Ok(port);
+        }
+    }
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(failed)?;
+    listener.local_addr().map(|address| address.port()).map_err(failed)
+}
+
+/// Whether no socket of this host uses the port, whatever its address.
+fn is_free(port: u16) -> bool {
+    let everywhere = [IpAddr::from(Ipv6Addr::UNSPECIFIED), IpAddr::from(Ipv4Addr::UNSPECIFIED)];
+    // Where the system has no IPv6, another error says so.
+    everywhere.into_iter().all(
+        |address| !matches!(TcpListener::bind((address, port)), Err(error) if error.kind() == ErrorKind::AddrInUse),
+    )
 }
 
 /// Random bytes as text.
@@ -309,6 +329,16 @@ mod tests {
         let inherited = pairs.iter().map(|(name, value)| (name.into(), value.into()));
         let text = |text: OsString| text.into_string().expect("the test sets text");
         job.variables(rank, inherited).into_iter().map(|(name, value)| (text(name), text(value))).collect()
+    }
+
+    #[test]
+    fn a_port_that_is_used_on_one_address_is_not_free() {
+        // The system chooses it for this address alone, as for servers of NCCL on an interface.
+        let other = TcpListener::bind(("127.0.0.2", 0)).unwrap();
+        let port = other.local_addr().unwrap().port();
+        assert!(!is_free(port));
+        let free = free_port().unwrap();
+        assert!((FIRST_PORT..FIRST_PORT + NUM_PORTS).contains(&free) && is_free(free));
     }
 
     #[test]

@@ -60,9 +60,9 @@ pub struct Launch {
     pub job: String,
 }
 
-/// Ports for jobs whose launcher sets none: below the range that Linux uses for outgoing connections.
-const FIRST_PORT: u16 = 16_384;
-const NUM_PORTS: u16 = 16_384;
+/// Ports for jobs whose launcher sets none, and for `smdrun`: below the range that Linux uses for outgoing connections.
+pub(crate) const FIRST_PORT: u16 = 16_384;
+pub(crate) const NUM_PORTS: u16 = 16_384;
 
 /// The variables of one launcher, in the order rank, size, local rank, local size; alternative names of one are tried
 /// in order.
