@@ -279,8 +279,8 @@ pub(super) fn without_launchers(
     inherited.into_iter().filter(|(name, _)| !is_mark(name)).collect()
 }
 
-/// Returns a port that is free on all addresses, on which torch's store will listen. It is not one of those that the
-/// system gives to connections and to servers without a port of their own, so none of the job's processes is given it
+/// Returns a port that is free on all addresses, on which torch's store will listen. It is not one of those that Linux by
+/// default gives to connections and to servers without a port of their own, so none of the job's processes is given it
 /// before rank 0 listens. Another program may still take it, as with every launcher. OpenSMD's own rendezvous does not use
 /// it.
 fn free_port() -> Result<u16> {

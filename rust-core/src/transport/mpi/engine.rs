@@ -119,7 +119,7 @@ pub(super) struct EngineState {
     measured: OnceLock<Option<usize>>,
     /// Whether the wait for the measurement has ended with an error.
     gave_up: AtomicBool,
-    /// Why MPI is not called any more, and what it may still use.
+    /// Why MPI is not called any more, and the service with the memory that MPI may still access.
     failed: OnceLock<Failure>,
     abandoned: Mutex<Option<MpiService>>,
     /// Set when the thread has ended.
@@ -130,8 +130,8 @@ pub(super) struct EngineState {
 
 impl Drop for EngineState {
     fn drop(&mut self) {
-        // The thread has panicked: MPI may still use the memory.
-        std::mem::forget(self.service.get_mut().take());
+        // The thread has panicked: MPI may still access the memory.
+        std::mem::forget((self.service.get_mut().take(), self.abandoned.get_mut().take()));
     }
 }
 
@@ -391,8 +391,11 @@ impl EngineState {
     }
 
     fn abandon(&self, service: &mut Option<MpiService>, failure: Failure) {
-        // The thread drops what it may: the caller may hold the lock of a mailbox.
-        *self.abandoned.lock() = service.take();
+        // The first failure has taken the service. The thread ends its receives later, because this may be a caller that
+        // holds the lock of a mailbox.
+        if let Some(service) = service.take() {
+            *self.abandoned.lock() = Some(service);
+        }
         let _ = self.failed.set(failure);
         self.wake_thread();
     }
