@@ -147,12 +147,14 @@ class Bench:
 
     def ours(self, pipeline: str) -> Callable[..., Any]:
         """Makes a pipeline of this library; returns its step."""
-        schedule, _, graphs = pipeline.partition("+")
+        schedule, *options = pipeline.split("+")
         schedule, _, active = schedule.partition("/")
         smp.init({
             "partitions": c10d.get_world_size(), "microbatches": self.arguments.microbatches,
             "pipeline": schedule, "active_microbatches": int(active) if active else None,
-            "memory_weight": self.arguments.memory_weight, "cuda_graphs": bool(graphs),
+            "memory_weight": self.arguments.memory_weight, "cuda_graphs": "graphs" in options,
+            # The option would change the partition, too.
+            **({"optimize": "speed", "memory_weight": self.arguments.memory_weight or 0.0} if "speed" in options else {}),
         })  # fmt: skip
         model = smp.DistributedModel(self.model())
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -268,7 +270,7 @@ def main() -> None:
     parser.add_argument(
         "--pipelines", nargs="+", default=["interleaved", "interleaved+graphs"],
         help="schedules: interleaved, simple or zero_bubble; with at most 3 active microbatches where /3 follows; with "
-        "the option cuda_graphs where +graphs follows",
+        "the option cuda_graphs where +graphs follows; with optimize: speed where +speed follows",
     )  # fmt: skip
     parser.add_argument("--memory-weight", type=float, help="memory weight of auto_partition; default: the library's")
     parser.add_argument("--autocast", action="store_true", help="float32 parameters, and autocast with bfloat16")

@@ -195,6 +195,8 @@ def torch_framework() -> Framework:
         folder="torch_ext",
         compile_flags=(
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            # Classes in PyTorch's headers have members that depend on it.
+            "-UNDEBUG" if torch.version.debug else "-DNDEBUG",
             "-isystem",
             str(include),
             "-isystem",

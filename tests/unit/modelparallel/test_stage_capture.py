@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from smdistributed.modelparallel import config  # noqa: E402
 from smdistributed.modelparallel.exceptions import SMPConfigError  # noqa: E402
 from smdistributed.modelparallel.torch.runtime import capture_inputs, stage_capture  # noqa: E402
+from smdistributed.modelparallel.torch.tracing.attributes import captured_state  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -75,20 +76,20 @@ def test_changed_attributes_and_hooks_are_noticed(change):
     module.scales, module.settings, module._activation = [1.0, float("nan")], Settings(), torch.relu
     module.alpha, module.adjacency = torch.tensor(0.5), torch.eye(2).to_sparse()
     module.settings.owner = module
-    before = stage_capture._state([module])
-    assert stage_capture._state([module]) == before
+    before = captured_state.captured_state([module])
+    assert captured_state.captured_state([module]) == before
     CHANGES[change](module)
-    assert stage_capture._state([module]) != before
+    assert captured_state.captured_state([module]) != before
 
 
 def test_hooks_of_parameters_are_noticed():
     parameter = torch.nn.Parameter(torch.ones(2))
-    before = stage_capture._address(parameter)
-    assert stage_capture._address(parameter) == before
+    before = captured_state.address_of(parameter)
+    assert captured_state.address_of(parameter) == before
     parameter.register_hook(lambda gradient: gradient)
-    other = stage_capture._address(parameter)
+    other = captured_state.address_of(parameter)
     parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert len({before, other, stage_capture._address(parameter)}) == 3
+    assert len({before, other, captured_state.address_of(parameter)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ class Step:
         self.parameters = dict(self.module.named_parameters())
         self.trained = [self.module[0].weight, self.module[1].weight]
         self.captured = self.version = 0
-        self.capture = stage_capture.StageCapture(None)
+        self.capture = stage_capture.StageCapture(None, True)
         task = SimpleNamespace(module=self.module, context=SimpleNamespace(grad=True, autocast=()))
         graph = SimpleNamespace(stages=[SimpleNamespace(tasks=[0], has_backward=True)])
         self.mb = SimpleNamespace(stage_graph=graph, recording=SimpleNamespace(tasks=[task]))
@@ -120,7 +121,7 @@ class Step:
         monkeypatch.setattr(stage_capture, "_obstacle", lambda *_: None)
         monkeypatch.setattr(self.capture, "_captured", self.capturing)
 
-    def capturing(self, splits, copies, mb, parameters, casts):
+    def capturing(self, splits, copies, mb, parameters, casts, kept):
         self.captured += 1
         for parameter in self.trained:
             # As autograd does while a graph is captured: only a missing gradient is new.

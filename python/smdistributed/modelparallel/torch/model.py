@@ -288,7 +288,8 @@ class DistributedModel(nn.Module):
         if groups.pp_group is not None:
             bounds = cfg.active_microbatches, cfg.activation_memory_bytes
             parts = self.module, self.placement, groups, device, cfg.pipeline
-            self.pipeline = Pipeline(*parts, *bounds, self.offloader, cfg.cuda_graphs)
+            graphs = cfg.cuda_graphs, cfg.optimize == "memory"
+            self.pipeline = Pipeline(*parts, *bounds, self.offloader, *graphs)
             self.pipeline.attribute_views.send_values()
         for hook in list(self.post_partition_hooks):
             call_hook(hook, self)

@@ -71,6 +71,7 @@ class Pipeline:
         memory_bytes: int | None,
         offloader: Offloader | None,
         cuda_graphs: bool,
+        recomputes: bool,
     ) -> None:
         assert groups.pp_group is not None, "a pipeline has several ranks"
         self.root, self.placement = root, placement
@@ -86,7 +87,8 @@ class Pipeline:
         #: Synchronous calls.
         self.fallbacks = Fallbacks()
         self._device, self._offloader = device, offloader
-        self._capture = StageCapture(self.module_state) if cuda_graphs and device.type == "cuda" else None
+        has_graphs = cuda_graphs and device.type == "cuda"
+        self._capture = StageCapture(self.module_state, recomputes) if has_graphs else None
         if cuda_graphs and self._capture is None:
             warn_once(f"`cuda_graphs` has no effect on the device {device.type}")
         #: Step functions that were called with a backward; those without graphs, of which the user was told.

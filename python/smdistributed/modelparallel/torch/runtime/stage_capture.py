@@ -15,7 +15,9 @@ cannot contain.
   they begin with zeros; where it has set another tensor, with a copy of it.
 - CAPTURE-4: a graph holds addresses and numbers, so stages are captured again if a parameter, a buffer or an attribute
   of their modules has changed since.
-- CAPTURE-5: a replay draws the random numbers that its operations would draw without a graph, because PyTorch passes it
+- CAPTURE-5: the backward computes results of pointwise operations again (`runtime/recomputation.py`), unless the stage
+  can be captured only without that, or the script asks for speed.
+- CAPTURE-6: a replay draws the random numbers that its operations would draw without a graph, because PyTorch passes it
   the state of the device's generator and moves that on.
 """
 
@@ -31,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.modules import module as nn_module
 
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.capture_inputs import (
@@ -42,9 +43,16 @@ from smdistributed.modelparallel.torch.runtime.capture_inputs import (
 )
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.program_run import Action
+from smdistributed.modelparallel.torch.runtime.recomputation import recomputed_pointwise_results
 from smdistributed.modelparallel.torch.runtime.shared_casts import SharedCasts, cast_dtypes
 from smdistributed.modelparallel.torch.runtime.task_execution import without_cached_casts
 from smdistributed.modelparallel.torch.runtime.task_runner import TaskRunner
+from smdistributed.modelparallel.torch.tracing.attributes.captured_state import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    address_of,
+    captured_state,
+)
 from smdistributed.modelparallel.torch.tracing.attributes.module_state import ModuleState
 from smdistributed.modelparallel.torch.tracing.recording import Recording
 from smdistributed.modelparallel.torch.tracing.remote_tensor import MetaParameter
@@ -56,19 +64,10 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
     from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 
-_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_GLOBAL_HOOKS = (
-    nn_module._global_forward_hooks,
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_backward_hooks,
-    nn_module._global_backward_pre_hooks,
-)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Steps that have graphs at the same time. Each keeps the memory of its activations.
 _MAX_PROGRAMS = 4
 #: A step whose modules change more often runs without graphs, because capturing takes longer than a step.
 _MAX_CAPTURES = 4
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class CapturedStage:
@@ -84,6 +83,7 @@ class CapturedStage:
         backward_pool: The memory pool that backwards of several copies share (CAPTURE-1).
         casts: Autocast's copies of parameters, to which those that are missing are added; ``None`` to let the graph
             cast.
+        recomputes: Whether the backward computes results of pointwise operations again (CAPTURE-5).
 
     Attributes:
         root_gradients: Memory for the gradients of outputs, by value.
@@ -99,6 +99,7 @@ class CapturedStage:
         stream: torch.cuda.Stream,
         backward_pool: Any | None,
         casts: SharedCasts | None,
+        recomputes: bool,
     ) -> None:
         graph, stage = mb.stage_graph, mb.stage_graph.stages[number]
         pool, self._stream = torch.cuda.graph_pool_handle(), stream
@@ -133,7 +134,10 @@ class CapturedStage:
                 torch.clear_autocast_cache()
             else:
                 casts.fill_cache()
-            with _without_generator_states(drawing):
+            with (
+                _without_generator_states(drawing),
+                recomputed_pointwise_results(is_split) if recomputes else contextlib.nullcontext(),
+            ):
                 runner.run(graph, stage, tasks, env, retained, draws)
             found.update((value, env[value]) for value in stage.exports)
             kept = (value for value in retained if value in env)
@@ -264,10 +268,11 @@ class StageCapture:
 
     Args:
         modules: The attributes of modules.
+        recomputes: Whether backwards compute results of pointwise operations again, where they can (CAPTURE-5).
     """
 
-    def __init__(self, modules: ModuleState) -> None:
-        self._modules = modules
+    def __init__(self, modules: ModuleState, recomputes: bool) -> None:
+        self._modules, self._recomputes = modules, recomputes
         self._programs: dict[Any, _Program] = {}
         self._version = 0
         #: The copies that no microbatch of this step uses.
@@ -315,7 +320,7 @@ class StageCapture:
         own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
         numbers = sorted({action[1] for action in actions if action[0] == "F"})
         called = [mb.recording.tasks[task].module for number in numbers for task in mb.stage_graph.stages[number].tasks]
-        state = (_state(each for each in called if each is not None), tuple(map(_address, own)))
+        state = (captured_state(each for each in called if each is not None), tuple(map(address_of, own)))
         if state != program.state:
             program.forget()
             if program.captures == _MAX_CAPTURES:
@@ -378,7 +383,8 @@ class StageCapture:
             parameter.grad = None
         try:
             casts = self._shared_casts(splits, mb)
-            self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, casts)
+            kept: dict[int, str] = {}
+            self._captured(splits, dict.fromkeys(splits, 1), mb, parameters, casts, kept)
         finally:
             trained = [parameter for parameter in own if parameter.grad is not None]
             is_sparse = any(each.grad is not None and each.grad.layout is not torch.strided for each in trained)
@@ -398,9 +404,14 @@ class StageCapture:
         program.casts = casts
         if casts is not None:
             casts.keep(each for each in own if each.requires_grad)
+        for number, reason in kept.items():
+            self._warn(
+                f"`cuda_graphs`: stage {number} keeps all tensors that its backward needs and computes none again, "
+                f"because it cannot be captured otherwise: {reason}"
+            )
         copies = {number: _most_active(actions, number) for number in splits}
         try:
-            program.stages = self._captured(splits, copies, mb, parameters, casts)
+            program.stages = self._captured(splits, copies, mb, parameters, casts, kept)
         except BaseException:
             for parameter, gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
@@ -423,7 +434,18 @@ class StageCapture:
         mb: Microbatch,
         parameters: Mapping[str, torch.Tensor],
         casts: SharedCasts | None,
+        kept: dict[int, str],
     ) -> dict[int, list[CapturedStage]]:
+        """Capture the stages.
+
+        Args:
+            splits: The stages, and whether gradients of weights are a graph of their own.
+            copies: The number of copies of each.
+            mb: See :class:`CapturedStage`, also of the next two.
+            parameters: As there.
+            casts: As there.
+            kept: Stages that keep all saved tensors, with the reason; those are added that can be captured only so.
+        """
         stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}
         # Graphs allocate from memory pools of their own. They cannot use the free blocks that PyTorch keeps, so these
@@ -433,11 +455,19 @@ class StageCapture:
         torch.cuda.empty_cache()
         for number, is_split in splits.items():
             shared = backward_pool if copies[number] > 1 and not is_split else None
+            settings = mb, number, is_split, self._modules, parameters, stream, shared, casts
             try:
-                stages[number] = [
-                    CapturedStage(mb, number, is_split, self._modules, parameters, stream, shared, casts)
-                    for _ in range(copies[number])
-                ]
+                if self._recomputes and number not in kept:
+                    try:
+                        stages[number] = [CapturedStage(*settings, True) for _ in range(copies[number])]
+                        continue
+                    except (_UncapturableError, torch.OutOfMemoryError):
+                        raise
+                    except RuntimeError as error:
+                        kept[number] = str(error)
+                        stages.pop(number, None)
+                        torch.clear_autocast_cache()
+                stages[number] = [CapturedStage(*settings, False) for _ in range(copies[number])]
             except (_UncapturableError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
@@ -557,7 +587,7 @@ def _obstacle(
         return "the body takes a view of a tensor without gradients and trains with it"
     if not recording.detach_outputs:
         return "the step's outputs keep their graph (`detach_outputs=False`)"
-    if any(_GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS):
         return "there are hooks for all modules, which a graph would not call"
     for value in (graph.values[value] for values in stage.inputs.values() for value in values):
         if value.home is not None:
@@ -608,7 +638,7 @@ def _obstacle(
 def _hook_of(called: nn.Module, name: str) -> str | None:
     """Return which hook of a module a graph would not call."""
     for path, module in called.named_modules():
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if any(getattr(module, hooks) for hooks in HOOKS):
             return f"the module `{path}` of `{name}` has a hook, which a graph would not call"
     for path, parameter in called.named_parameters():
         if isinstance(parameter, MetaParameter):
@@ -622,12 +652,6 @@ def _has_hook(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a graph depends on in a parameter or buffer besides its values."""
-    hooks = len(tensor._backward_hooks or ()), len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-    return id(tensor), _describe(tensor), tensor.requires_grad, *hooks
-
-
 def _most_active(actions: Sequence[Action], number: int) -> int:
     """Return the number of microbatches of a stage that are between its forward and the end of its backward."""
     counts: collections.Counter[str] = collections.Counter()
@@ -637,42 +661,3 @@ def _most_active(actions: Sequence[Action], number: int) -> int:
             counts["active"] += 1 if kind == "F" else -1
             most = max(most, counts["active"])
     return most
-
-
-def _state(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Return what a graph of the modules depends on besides parameters and buffers: attributes and hooks."""
-    found: list[Any] = [len(hooks) for hooks in _GLOBAL_HOOKS]
-    seen: set[int] = set()
-    for module in (part for each in modules for part in each.modules()):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found += [len(getattr(module, hooks)) for hooks in _HOOKS]
-        found += [(name, _describe(item, seen)) for name, item in vars(module).items() if name not in _INTERNALS]
-    return tuple(found)
-
-
-def _describe(item: Any, seen: set[int] | None = None) -> Any:
-    """Return a key that changes if an attribute changes. Objects in ``seen`` are described already."""
-    if isinstance(item, _ATOMS):
-        # By its text, because not-a-number is not equal to itself.
-        return type(item), repr(item)
-    if isinstance(item, torch.Tensor):
-        if item.layout is not torch.strided:
-            return id(item), item._version
-        address = item.data_ptr(), item.shape, item.stride(), item.dtype
-        # Numbers of a tensor on the host may be part of a graph.
-        return address if item.device.type == "cuda" else (*address, item._version)
-    seen = set() if seen is None else seen
-    if id(item) in seen:
-        return None
-    seen.add(id(item))
-    if isinstance(item, dict):
-        return tuple((_describe(key, seen), _describe(each, seen)) for key, each in item.items())
-    if isinstance(item, (list, tuple)):
-        return tuple(_describe(each, seen) for each in item)
-    if isinstance(item, (set, frozenset)):
-        return frozenset(_describe(each, seen) for each in item)
-    if isinstance(item, nn.Module) or callable(item):
-        return id(item)
-    return id(item), tuple((name, _describe(each, seen)) for name, each in getattr(item, "__dict__", {}).items())

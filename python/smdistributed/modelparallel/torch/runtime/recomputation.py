@@ -1,0 +1,56 @@
+"""Saved tensors that the backward of a captured stage computes again instead of keeping them.
+
+A graph keeps the memory of what its forward saves, for each active microbatch. Of results of pointwise operations whose
+arguments are saved anyway, it keeps nothing: `torch_ext/recomputation` finds them, REC-1 to REC-5. Their kernels are
+repeated in the graph of the backward, with the same bits. This needs no time of the host, because the recorder observes
+operations only while a stage is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+#: Launching another kernel costs more than the memory of smaller tensors.
+_MIN_BYTES = 1 << 20
+
+
+class WrittenSavedTensorError(RuntimeError):
+    """An operation has written to a tensor that was saved, or that a dropped one is computed from."""
+
+
+@contextlib.contextmanager
+def recomputed_pointwise_results(is_split: bool) -> Iterator[Any]:
+    """Drop the saved tensors that the backward can compute again, in the forward that runs inside.
+
+    Args:
+        is_split: Whether gradients of weights are computed after the backward.
+
+    Yields:
+        The recorder, a `torch.classes.smd.PointwiseRecorder`.
+
+    Raises:
+        WrittenSavedTensorError: The forward has written to a saved tensor. Its autograd graph must not be used.
+    """
+    recorder = torch.classes.smd.PointwiseRecorder(_MIN_BYTES, is_split)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        dropped = recorder.pack(tensor)
+        return tensor if dropped is None else dropped
+
+    with saved_tensors_hooks(pack, _unpack):
+        recorder.start()
+        try:
+            yield recorder
+        finally:
+            recorder.stop()
+    if recorder.writer():
+        raise WrittenSavedTensorError(f"`{recorder.writer()}` writes to a tensor that the backward needs")
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed.compute()

@@ -1,0 +1,117 @@
+// Finds saved tensors that the backward can compute again at little cost.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "recomputation/values.h"
+
+namespace smd::torch_ext {
+
+// Observes the operations of a thread during a forward, and tells for each tensor that autograd saves whether it has to
+// be kept. `torch.autograd.graph.saved_tensors_hooks` passes on the tensors.
+//
+// - REC-1: a saved tensor is dropped if it is the result of a pointwise operation (those with PyTorch's tag, and copies
+//   to another type) whose tensor arguments nodes of autograd save anyway, and if repeating the operation moves little
+//   more memory than reading and writing a tensor of that size. An argument may be dropped itself.
+// - REC-2: operations that draw random numbers, or whose result shares memory with an argument, are not repeated.
+// - REC-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation that
+//   writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then.
+// - REC-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
+//   backward (WGT-5): a recomputed one would take memory until then.
+// - REC-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
+class PointwiseRecorder : public torch::CustomClassHolder {
+ public:
+  // Tensors of fewer bytes than `min_bytes` are kept: another launch would cost more than they do. See REC-4 for
+  // `products_are_deferred`.
+  PointwiseRecorder(int64_t min_bytes, bool products_are_deferred)
+      : min_bytes_(min_bytes), products_are_deferred_(products_are_deferred) {}
+  PointwiseRecorder(const PointwiseRecorder&) = delete;
+  PointwiseRecorder& operator=(const PointwiseRecorder&) = delete;
+  ~PointwiseRecorder() override { stop(); }
+
+  // Begins to observe the calling thread, which must be the one that calls `stop`.
+  void start();
+  void stop();
+  // What to save in place of `tensor`; none to keep it.
+  std::optional<c10::intrusive_ptr<DroppedTensor>> pack(const at::Tensor& tensor);
+  // The operation that has written to a saved value (REC-3); empty if none has.
+  std::string writer() const { return writer_; }
+  // The bytes of all values that were dropped.
+  int64_t dropped_bytes() const { return dropped_bytes_; }
+
+ private:
+  // A storage that may be gone. While this exists, its address is not given to another storage.
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+  // A tensor argument of an operation.
+  struct Argument {
+    WeakStorage storage;
+    Layout layout;
+    // The number of operations that had written to the storage.
+    int64_t writes;
+  };
+  // A call of a pointwise operation.
+  struct Call : at::ObserverContext {
+    explicit Call(c10::OperatorHandle handle) : operation(std::move(handle)) {}
+
+    c10::OperatorHandle operation;
+    std::vector<std::variant<Argument, c10::IValue>> arguments;
+  };
+  struct Producer {
+    WeakStorage storage;
+    std::shared_ptr<Call> call;
+    Layout layout;
+  };
+  // A storage that some node of autograd saves.
+  struct Saved {
+    WeakStorage storage;
+    // The value that replaces it, if it was dropped.
+    std::optional<c10::weak_intrusive_ptr<RecomputedValue>> dropped;
+  };
+  // An operator: whether its results can be computed again (REC-1, REC-2), which arguments it writes to, and whether it
+  // is a product (REC-4).
+  struct Operator {
+    std::optional<c10::OperatorHandle> repeatable;
+    std::vector<std::size_t> written;
+    bool is_product = false;
+  };
+  struct Context;
+
+  static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function);
+  static void leave(const at::RecordFunction& function, at::ObserverContext* context);
+
+  const Operator& described(const c10::OperatorName& name);
+  void note_write(const at::Tensor& tensor, const c10::OperatorName& name);
+  std::shared_ptr<Call> begin(const c10::OperatorHandle& operation, c10::ArrayRef<const c10::IValue> inputs);
+  void end(std::shared_ptr<Call> call, const at::Tensor& output);
+  int64_t writes(const c10::StorageImpl* storage) const;
+  // The value of `producer` as one that is computed again; none if that costs too much (REC-1).
+  std::optional<c10::intrusive_ptr<RecomputedValue>> recomputed(const Producer& producer);
+
+  int64_t min_bytes_;
+  bool products_are_deferred_;
+  // The number of running operations that are products (REC-4).
+  int64_t products_ = 0;
+  std::optional<at::CallbackHandle> handle_;
+  std::unordered_map<std::string, Operator> operators_;
+  std::unordered_map<const c10::StorageImpl*, Producer> producers_;
+  std::unordered_map<const c10::StorageImpl*, Saved> saved_;
+  std::unordered_map<const c10::StorageImpl*, std::pair<WeakStorage, int64_t>> writes_;
+  std::string writer_;
+  int64_t dropped_bytes_ = 0;
+};
+
+}  // namespace smd::torch_ext
