@@ -23,18 +23,18 @@ namespace smd::torch_ext {
 // Observes the operations of a thread during a forward, and tells for each tensor that autograd saves whether it has to
 // be kept. `torch.autograd.graph.saved_tensors_hooks` passes on the tensors.
 //
-// - REC-1: a saved tensor is dropped if it is the result of a pointwise operation (those with PyTorch's tag, and copies
-//   to another type) whose tensor arguments nodes of autograd save anyway, and if repeating the operation moves little
-//   more memory than reading and writing a tensor of that size. An argument may be dropped itself.
-// - REC-2: operations that draw random numbers, or whose result shares memory with an argument, are not repeated.
-// - REC-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation that
-//   writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then.
-// - REC-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
+// - RECOMPUTE-1: a saved tensor is dropped if it is the result of a pointwise operation (one with PyTorch's tag, or a
+//   copy to another type) whose tensor arguments are saved by other nodes of autograd, and if repeating the operation
+//   moves little more memory than reading and writing a tensor of that size. An argument may be dropped itself.
+// - RECOMPUTE-2: operations that draw random numbers, or whose result shares memory with an argument, are not repeated.
+// - RECOMPUTE-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation
+//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then.
+// - RECOMPUTE-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
 //   backward (WGT-5): a recomputed one would take memory until then.
-// - REC-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
+// - RECOMPUTE-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
 class PointwiseRecorder : public torch::CustomClassHolder {
  public:
-  // Tensors of fewer bytes than `min_bytes` are kept: another launch would cost more than they do. See REC-4 for
+  // Tensors of fewer bytes than `min_bytes` are kept: another launch would cost more than they do. See RECOMPUTE-4 for
   // `products_are_deferred`.
   PointwiseRecorder(int64_t min_bytes, bool products_are_deferred)
       : min_bytes_(min_bytes), products_are_deferred_(products_are_deferred) {}
@@ -47,7 +47,7 @@ class PointwiseRecorder : public torch::CustomClassHolder {
   void stop();
   // What to save in place of `tensor`; none to keep it.
   std::optional<c10::intrusive_ptr<DroppedTensor>> pack(const at::Tensor& tensor);
-  // The operation that has written to a saved value (REC-3); empty if none has.
+  // The operation that has written to a saved value (RECOMPUTE-3); empty if none has.
   std::string writer() const { return writer_; }
   // The bytes of all values that were dropped.
   int64_t dropped_bytes() const { return dropped_bytes_; }
@@ -81,8 +81,8 @@ class PointwiseRecorder : public torch::CustomClassHolder {
     // The value that replaces it, if it was dropped.
     std::optional<c10::weak_intrusive_ptr<RecomputedValue>> dropped;
   };
-  // An operator: whether its results can be computed again (REC-1, REC-2), which arguments it writes to, and whether it
-  // is a product (REC-4).
+  // An operator: whether its results can be computed again (RECOMPUTE-1, RECOMPUTE-2), which arguments it writes to,
+  // and whether it is a product (RECOMPUTE-4).
   struct Operator {
     std::optional<c10::OperatorHandle> repeatable;
     std::vector<std::size_t> written;
@@ -98,12 +98,12 @@ class PointwiseRecorder : public torch::CustomClassHolder {
   std::shared_ptr<Call> begin(const c10::OperatorHandle& operation, c10::ArrayRef<const c10::IValue> inputs);
   void end(std::shared_ptr<Call> call, const at::Tensor& output);
   int64_t writes(const c10::StorageImpl* storage) const;
-  // The value of `producer` as one that is computed again; none if that costs too much (REC-1).
+  // The value of `producer` as one that is computed again; none if that costs too much (RECOMPUTE-1).
   std::optional<c10::intrusive_ptr<RecomputedValue>> recomputed(const Producer& producer);
 
   int64_t min_bytes_;
   bool products_are_deferred_;
-  // The number of running operations that are products (REC-4).
+  // The number of running operations that are products (RECOMPUTE-4).
   int64_t products_ = 0;
   std::optional<at::CallbackHandle> handle_;
   std::unordered_map<std::string, Operator> operators_;

@@ -1,9 +1,9 @@
 """Saved tensors that the backward of a captured stage computes again instead of keeping them.
 
 A graph keeps the memory of what its forward saves, for each active microbatch. Of results of pointwise operations whose
-arguments are saved anyway, it keeps nothing: `torch_ext/recomputation` finds them, REC-1 to REC-5. Their kernels are
-repeated in the graph of the backward, with the same bits. This needs no time of the host, because the recorder observes
-operations only while a stage is captured.
+arguments are saved anyway, it keeps nothing: `torch_ext/recomputation` finds them (RECOMPUTE-1 to RECOMPUTE-5). Their
+kernels are repeated in the graph of the backward, with the same bits. This needs no time of the host, because the
+recorder observes operations only while a stage is captured.
 """
 
 from __future__ import annotations
