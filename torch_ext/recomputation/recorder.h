@@ -14,6 +14,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "recomputation/values.h"
@@ -26,11 +27,15 @@ namespace smd::torch_ext {
 // - RECOMPUTE-1: a saved tensor is dropped if it is the result of a pointwise operation (one with PyTorch's tag, or a
 //   copy to another type) whose tensor arguments are saved by other nodes of autograd, and if repeating the operation
 //   moves little more memory than reading and writing a tensor of that size. An argument may be dropped itself.
-// - RECOMPUTE-2: operations that draw random numbers, or whose result shares memory with an argument, are not repeated.
+// - RECOMPUTE-2: operations that draw random numbers, copy between devices, or whose result shares memory with an
+//   argument, are not repeated. Nor are those that run inside another operation, unless PyTorch composes that of
+//   operations, or inside a `torch.autograd.Function`: these may write to a result without an operation.
 // - RECOMPUTE-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation
-//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then.
+//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then. Writes
+//   that are no operations, but that autograd counts, are found when the value is computed. A kernel that a module
+//   launches outside of all operations and functions is not seen, as by autograd.
 // - RECOMPUTE-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
-//   backward (WGT-5): a recomputed one would take memory until then.
+//   backward (WGT-5): a recomputed one would take memory until then. One that was dropped before is kept, too.
 // - RECOMPUTE-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
 class PointwiseRecorder : public torch::CustomClassHolder {
  public:
@@ -47,8 +52,8 @@ class PointwiseRecorder : public torch::CustomClassHolder {
   void stop();
   // What to save in place of `tensor`; none to keep it.
   std::optional<c10::intrusive_ptr<DroppedTensor>> pack(const at::Tensor& tensor);
-  // The operation that has written to a saved value (RECOMPUTE-3); empty if none has.
-  std::string writer() const { return writer_; }
+  // Why what was recorded must not be used (RECOMPUTE-3); empty if it may.
+  std::string obstacle() const { return obstacle_; }
   // The bytes of all values that were dropped.
   int64_t dropped_bytes() const { return dropped_bytes_; }
 
@@ -60,6 +65,7 @@ class PointwiseRecorder : public torch::CustomClassHolder {
   struct Argument {
     WeakStorage storage;
     Layout layout;
+    Version version;
     // The number of operations that had written to the storage.
     int64_t writes;
   };
@@ -74,27 +80,44 @@ class PointwiseRecorder : public torch::CustomClassHolder {
     WeakStorage storage;
     std::shared_ptr<Call> call;
     Layout layout;
+    Version version;
   };
   // A storage that some node of autograd saves.
   struct Saved {
     WeakStorage storage;
     // The value that replaces it, if it was dropped.
     std::optional<c10::weak_intrusive_ptr<RecomputedValue>> dropped;
+    // Whether a dropped value is computed from it.
+    bool is_source = false;
   };
-  // An operator: whether its results can be computed again (RECOMPUTE-1, RECOMPUTE-2), which arguments it writes to,
-  // and whether it is a product (RECOMPUTE-4).
+  // An operator, or any `torch.autograd.Function`.
   struct Operator {
+    // The operator, if its results can be computed again (RECOMPUTE-1, RECOMPUTE-2).
     std::optional<c10::OperatorHandle> repeatable;
+    // The arguments to which it writes, and those to which it may without saying so.
     std::vector<std::size_t> written;
+    std::vector<std::size_t> written_silently;
+    // Whether it only calls other operations (RECOMPUTE-2).
+    bool is_composed = false;
+    // Whether it is a product (RECOMPUTE-4).
     bool is_product = false;
+    // Whether it may write to any argument, as `torch.autograd.Function` and operators of other libraries.
+    bool is_opaque = false;
   };
   struct Context;
 
   static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function);
   static void leave(const at::RecordFunction& function, at::ObserverContext* context);
 
+  void entered(const at::RecordFunction& function, Context& context);
   const Operator& described(const c10::OperatorName& name);
-  void note_write(const at::Tensor& tensor, const c10::OperatorName& name);
+  // A write that a schema tells; one that none tells, which is legal in tensors that are only saved; and one that is
+  // possible, but legal only in tensors that are neither saved nor arguments of dropped ones.
+  enum class Write { kTold, kSilent, kPossible };
+  // Notes a write to the tensors in `value`.
+  void note_write(const c10::IValue& value, const std::string& name, Write kind);
+  // Whether what runs inside the running operations may be repeated (RECOMPUTE-2).
+  bool may_repeat(const Operator& operation) const;
   std::shared_ptr<Call> begin(const c10::OperatorHandle& operation, c10::ArrayRef<const c10::IValue> inputs);
   void end(std::shared_ptr<Call> call, const at::Tensor& output);
   int64_t writes(const c10::StorageImpl* storage) const;
@@ -103,14 +126,14 @@ class PointwiseRecorder : public torch::CustomClassHolder {
 
   int64_t min_bytes_;
   bool products_are_deferred_;
-  // The number of running operations that are products (RECOMPUTE-4).
-  int64_t products_ = 0;
+  // The running operations; each is called by the one before.
+  std::vector<const Operator*> running_;
   std::optional<at::CallbackHandle> handle_;
   std::unordered_map<std::string, Operator> operators_;
   std::unordered_map<const c10::StorageImpl*, Producer> producers_;
   std::unordered_map<const c10::StorageImpl*, Saved> saved_;
   std::unordered_map<const c10::StorageImpl*, std::pair<WeakStorage, int64_t>> writes_;
-  std::string writer_;
+  std::string obstacle_;
   int64_t dropped_bytes_ = 0;
 };
 

@@ -6,6 +6,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+
 namespace smd::torch_ext {
 
 Layout::Layout(const at::Tensor& tensor)
@@ -33,30 +35,54 @@ Use::Use(Use&& other) noexcept
 
 Use::~Use() {
   if (!is_counted_) return;
+  // Freed after the lock.
+  std::optional<c10::Storage> last;
   const std::lock_guard lock(value_->mutex_);
-  if (--value_->waiting_ == 0) value_->result_.reset();
+  if (--value_->waiting_ == 0 && !value_->is_kept_) last.swap(value_->result_);
 }
 
 c10::Storage Use::take() {
+  std::optional<c10::Storage> result;
+  {
+    const std::lock_guard lock(value_->mutex_);
+    result = value_->result_;
+  }
+  if (!result) result = value_->compute();
+  std::optional<c10::Storage> last;
   const std::lock_guard lock(value_->mutex_);
-  auto result = value_->result_ ? *value_->result_ : value_->compute();
   // A second backward of the same graph takes the value again; it is computed again then.
   if (std::exchange(is_counted_, false)) --value_->waiting_;
-  if (value_->waiting_ == 0) {
-    value_->result_.reset();
-  } else {
-    value_->result_ = result;
-  }
-  return result;
+  if (value_->is_kept_) return *value_->result_;
+  last.swap(value_->result_);
+  if (value_->waiting_ > 0) value_->result_ = result;
+  return *result;
 }
 
-RecomputedValue::RecomputedValue(c10::OperatorHandle operation, std::vector<Argument> arguments, Layout layout)
-    : operation_(std::move(operation)), arguments_(std::move(arguments)), layout_(std::move(layout)) {}
+RecomputedValue::RecomputedValue(c10::OperatorHandle operation, std::vector<Argument> arguments, Layout layout,
+                                 int64_t depth)
+    : operation_(std::move(operation)), arguments_(std::move(arguments)), layout_(std::move(layout)), depth_(depth) {}
+
+void RecomputedValue::keep(c10::Storage value) {
+  const std::lock_guard lock(mutex_);
+  result_ = std::move(value);
+  is_kept_ = true;
+}
+
+bool RecomputedValue::is_valid() const {
+  return std::all_of(arguments_.begin(), arguments_.end(), [](const Argument& argument) {
+    const auto* source = std::get_if<Source>(&argument);
+    return source == nullptr || source->version.is_current();
+  });
+}
 
 c10::Storage RecomputedValue::compute() {
+  // Autograd's words for its own check, which the hooks that drop tensors turn off.
+  TORCH_CHECK(is_valid(),
+              "one of the variables needed for gradient computation has been modified by an inplace operation: ",
+              "an argument of ", operation_.operator_name(), ", whose result is computed again");
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  // The operation was noted with the arguments that autocast left as they are.
+  // The arguments are those of the operation after casts by autocast.
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   torch::jit::Stack stack;
   for (auto& argument : arguments_) {
@@ -70,11 +96,11 @@ c10::Storage RecomputedValue::compute() {
   }
   operation_.callBoxed(&stack);
   const auto result = stack.back().toTensor();
-  TORCH_CHECK(result.sizes() == at::IntArrayRef(layout_.sizes) &&
-                  result.strides() == at::IntArrayRef(layout_.strides) && result.scalar_type() == layout_.dtype &&
-                  result.storage_offset() == layout_.offset,
-              operation_.operator_name(), " has another layout or type than in the forward: ", result.sizes(), " of ",
-              result.scalar_type(), " instead of ", at::IntArrayRef(layout_.sizes), " of ", layout_.dtype);
+  const bool is_same = result.sizes() == at::IntArrayRef(layout_.sizes) &&
+                       result.strides() == at::IntArrayRef(layout_.strides) && result.scalar_type() == layout_.dtype &&
+                       result.storage_offset() == layout_.offset;
+  TORCH_CHECK(is_same, operation_.operator_name(), " has another layout or type than in the forward: ", result.sizes(),
+              " of ", result.scalar_type(), " instead of ", at::IntArrayRef(layout_.sizes), " of ", layout_.dtype);
   return result.storage();
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/custom_class.h>
 
@@ -30,6 +31,19 @@ struct Layout {
   int64_t offset;
   at::ScalarType dtype;
   c10::Device device;
+};
+
+// The number of writes to a tensor that autograd knows of. Unlike a tensor, this keeps no memory.
+class Version {
+ public:
+  explicit Version(const at::Tensor& tensor)
+      : counter_(tensor.unsafeGetTensorImpl()->version_counter()), number_(counter_.current_version()) {}
+  // Whether no write was counted since.
+  bool is_current() const { return counter_.current_version() == number_; }
+
+ private:
+  c10::VariableVersion counter_;
+  decltype(std::declval<c10::VariableVersion>().current_version()) number_;
 };
 
 class RecomputedValue;
@@ -59,12 +73,20 @@ class RecomputedValue : public c10::intrusive_ptr_target {
   // A tensor argument.
   struct Source {
     Layout layout;
+    Version version;
     std::variant<c10::Storage, Use> storage;
   };
   // An argument: a tensor that is kept or computed again, or anything else, as the operation got it.
   using Argument = std::variant<Source, c10::IValue>;
 
-  RecomputedValue(c10::OperatorHandle operation, std::vector<Argument> arguments, Layout layout);
+  // `depth` is the greatest number of operations in a row that `compute` repeats.
+  RecomputedValue(c10::OperatorHandle operation, std::vector<Argument> arguments, Layout layout, int64_t depth);
+
+  int64_t depth() const { return depth_; }
+  // Keeps the value after all.
+  void keep(c10::Storage value);
+  // Whether the arguments are as they were in the forward, as far as autograd knows.
+  bool is_valid() const;
 
  private:
   friend class Use;
@@ -74,12 +96,14 @@ class RecomputedValue : public c10::intrusive_ptr_target {
   c10::OperatorHandle operation_;
   std::vector<Argument> arguments_;
   Layout layout_;
-  // Autograd's threads take values.
+  int64_t depth_;
+  // Autograd's threads take values. Not held while operations run.
   std::mutex mutex_;
   // Users that have not had the value.
   int64_t waiting_ = 0;
-  // The value, while a user waits for it.
+  // The value, while a user waits for it, or if it is kept.
   std::optional<c10::Storage> result_;
+  bool is_kept_ = false;
 };
 
 // What is packed in place of a saved tensor: a view of a value that is computed again.

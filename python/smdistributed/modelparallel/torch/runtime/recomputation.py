@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 _MIN_BYTES = 1 << 20
 
 
-class WrittenSavedTensorError(RuntimeError):
-    """An operation has written to a tensor that was saved, or that a dropped one is computed from."""
+class UnrepeatableForwardError(RuntimeError):
+    """A forward writes to a tensor that was saved, or that a dropped one is computed from."""
 
 
 @contextlib.contextmanager
@@ -34,13 +34,13 @@ def recomputed_pointwise_results(is_split: bool) -> Iterator[Any]:
         The recorder, a `torch.classes.smd.PointwiseRecorder`.
 
     Raises:
-        WrittenSavedTensorError: The forward has written to a saved tensor. Its autograd graph must not be used.
+        UnrepeatableForwardError: The autograd graph must not be used.
     """
     recorder = torch.classes.smd.PointwiseRecorder(_MIN_BYTES, is_split)
 
     def pack(tensor: torch.Tensor) -> Any:
         dropped = recorder.pack(tensor)
-        return tensor if dropped is None else dropped
+        return _Kept(tensor) if dropped is None else dropped
 
     with saved_tensors_hooks(pack, _unpack):
         recorder.start()
@@ -48,9 +48,24 @@ def recomputed_pointwise_results(is_split: bool) -> Iterator[Any]:
             yield recorder
         finally:
             recorder.stop()
-    if recorder.writer():
-        raise WrittenSavedTensorError(f"`{recorder.writer()}` writes to a tensor that the backward needs")
+    if recorder.obstacle():
+        raise UnrepeatableForwardError(recorder.obstacle())
+
+
+class _Kept:
+    """A saved tensor, whose version is checked as autograd does without hooks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, None if tensor.is_inference() else tensor._version
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.compute()
+    if not isinstance(packed, _Kept):
+        return packed.compute()
+    if packed.version is not None and packed.tensor._version != packed.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{packed.tensor.dtype}{list(packed.tensor.shape)} is at version {packed.tensor._version} instead of "
+            f"{packed.version}"
+        )
+    return packed.tensor

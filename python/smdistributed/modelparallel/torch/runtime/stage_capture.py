@@ -404,11 +404,6 @@ class StageCapture:
         program.casts = casts
         if casts is not None:
             casts.keep(each for each in own if each.requires_grad)
-        for number, reason in kept.items():
-            self._warn(
-                f"`cuda_graphs`: stage {number} keeps all tensors that its backward needs and computes none again, "
-                f"because it cannot be captured otherwise: {reason}"
-            )
         copies = {number: _most_active(actions, number) for number in splits}
         try:
             program.stages = self._captured(splits, copies, mb, parameters, casts, kept)
@@ -416,6 +411,11 @@ class StageCapture:
             for parameter, gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
             raise
+        for number, reason in kept.items():
+            self._warn(
+                f"`cuda_graphs`: stage {number} keeps all tensors that its backward needs and computes none again, "
+                f"because it cannot be captured otherwise: {reason}"
+            )
 
     def _shared_casts(self, numbers: Iterable[int], mb: Microbatch) -> SharedCasts | None:
         """Return autocast's copies of parameters for some stages; ``None`` if they share none."""
@@ -465,8 +465,9 @@ class StageCapture:
                         raise
                     except RuntimeError as error:
                         kept[number] = str(error)
-                        stages.pop(number, None)
-                        torch.clear_autocast_cache()
+                    torch.clear_autocast_cache()
+                    gc.collect()
+                    torch.cuda.empty_cache()
                 stages[number] = [CapturedStage(*settings, False) for _ in range(copies[number])]
             except (_UncapturableError, torch.OutOfMemoryError):
                 raise
