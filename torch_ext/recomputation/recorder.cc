@@ -174,7 +174,7 @@ void PointwiseRecorder::note_write(const c10::IValue& value, const std::string& 
 std::shared_ptr<PointwiseRecorder::Call> PointwiseRecorder::begin(const c10::OperatorHandle& operation,
                                                                   c10::ArrayRef<const c10::IValue> inputs) {
   if (inputs.size() != operation.schema().arguments().size()) return nullptr;
-  auto call = std::make_shared<Call>(operation);
+  auto call = std::make_shared<Call>(Call{operation, {}});
   for (const auto& input : inputs) {
     if (input.isTensorList() || input.isOptionalTensorList()) return nullptr;
     if (!input.isTensor() || is_number(input.toTensor())) {

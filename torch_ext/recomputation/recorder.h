@@ -31,9 +31,9 @@ namespace smd::torch_ext {
 //   argument, are not repeated. Nor are those that run inside another operation, unless PyTorch composes that of
 //   operations, or inside a `torch.autograd.Function`: these may write to a result without an operation.
 // - RECOMPUTE-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation
-//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then. Writes
-//   that are no operations, but that autograd counts, are found when the value is computed. A kernel that a module
-//   launches outside of all operations and functions is not seen, as by autograd.
+//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then. Other
+//   writes that autograd counts are found when the value is computed. A kernel that a module launches outside of all
+//   operations and functions is not seen; autograd does not see it either.
 // - RECOMPUTE-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
 //   backward (WGT-5): a recomputed one would take memory until then. One that was dropped before is kept, too.
 // - RECOMPUTE-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
@@ -70,12 +70,11 @@ class PointwiseRecorder : public torch::CustomClassHolder {
     int64_t writes;
   };
   // A call of a pointwise operation.
-  struct Call : at::ObserverContext {
-    explicit Call(c10::OperatorHandle handle) : operation(std::move(handle)) {}
-
+  struct Call {
     c10::OperatorHandle operation;
     std::vector<std::variant<Argument, c10::IValue>> arguments;
   };
+  // The call that returned the tensor in a storage.
   struct Producer {
     WeakStorage storage;
     std::shared_ptr<Call> call;
