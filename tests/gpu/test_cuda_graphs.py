@@ -21,7 +21,7 @@ def _device(dtype="float64"):
 
     from smdistributed.modelparallel.torch.runtime import recomputation
 
-    # The models are small, but what is computed again is compared here, too.
+    # The models are small. Without a lower limit, their backwards recompute tensors, too.
     recomputation._MIN_BYTES = 0
     torch.cuda.set_device(devices.own())
     torch.set_default_dtype(getattr(torch, dtype))

@@ -71,7 +71,7 @@ def _train(auto_class, family, settings, device, graphs):
     import smdistributed.modelparallel.torch as smp
     from smdistributed.modelparallel.torch.runtime import recomputation
 
-    # The models are small, but what is computed again is compared here, too.
+    # The models are small. Without a lower limit, their backwards recompute tensors, too.
     recomputation._MIN_BYTES = 0
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **settings)

@@ -30,10 +30,10 @@ namespace smd::torch_ext {
 // - RECOMPUTE-2: operations that draw random numbers, copy between devices, or whose result shares memory with an
 //   argument, are not repeated. Nor are those that run inside another operation, unless PyTorch composes that of
 //   operations, or inside a `torch.autograd.Function`: these may write to a result without an operation.
-// - RECOMPUTE-3: autograd compares no versions of tensors that hooks have packed. So the recorder notes each operation
-//   that writes to a saved tensor, or to an argument of a dropped one; what was recorded must not be used then. Other
-//   writes that autograd counts are found when the value is computed. A kernel that a module launches outside of all
-//   operations and functions is not seen; autograd does not see it either.
+// - RECOMPUTE-3: autograd does not check the versions of tensors that hooks have packed. The recorder therefore detects
+//   operations that write to a saved tensor, or to an argument of a dropped tensor. The forward is then captured again
+//   without recomputation. Writes that only increase a tensor's version fail the check in `RecomputedValue::compute`.
+//   Neither the recorder nor autograd detects a kernel that a module launches outside of operators and functions.
 // - RECOMPUTE-4: the inputs of matrix products and convolutions are kept if gradients of weights are computed after the
 //   backward (WGT-5): a recomputed one would take memory until then. One that was dropped before is kept, too.
 // - RECOMPUTE-5: nothing here keeps memory that autograd would not: storages are held weakly until a tensor is dropped.
@@ -50,9 +50,9 @@ class PointwiseRecorder : public torch::CustomClassHolder {
   // Begins to observe the calling thread, which must be the one that calls `stop`.
   void start();
   void stop();
-  // What to save in place of `tensor`; none to keep it.
+  // The object that autograd saves in place of `tensor`; none to keep the tensor.
   std::optional<c10::intrusive_ptr<DroppedTensor>> pack(const at::Tensor& tensor);
-  // Why what was recorded must not be used (RECOMPUTE-3); empty if it may.
+  // The reason why the autograd graph of this forward must not be used (RECOMPUTE-3); empty if there is none.
   std::string obstacle() const { return obstacle_; }
   // The bytes of all values that were dropped.
   int64_t dropped_bytes() const { return dropped_bytes_; }

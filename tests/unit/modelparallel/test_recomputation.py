@@ -1,4 +1,6 @@
-"""Saved tensors that a backward computes again: which are dropped, that all bits stay the same, and what is refused."""
+"""Recomputation of saved tensors: outputs and gradients keep their bits, cheap results are dropped, and unsafe forwards
+raise.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,7 @@ def test_outputs_and_gradients_have_the_same_bits(body, dtype, autocast, is_spli
         # The input of a matrix product, which is kept where its gradient is computed later.
         (gelu, False, 512),
         (gelu, True, 0),
-        # Dropout's result is kept, and what it takes is not saved.
+        # The output of `silu` is dropped. The input of dropout is not saved, and its output is kept.
         (random_numbers, False, 512),
         (two_uses, False, 1024),
         (written_by_a_function, False, 0),
@@ -208,8 +210,7 @@ def test_forwards_that_write_to_saved_tensors_are_refused():
     for body in (saved_itself, source_of_a_dropped_one):
         with pytest.raises(recomputation.UnrepeatableForwardError, match=r"`aten::(add|mul)_` writes to a tensor"):
             written(body)
-    # A write before the tensor is saved concerns nobody, and one to the source of a result that is not dropped yet
-    # keeps the result.
+    # The first write comes before autograd saves the tensor, so the forward is accepted.
     with recomputation.recomputed_pointwise_results(False):
         inner = x * 2
         inner.add_(1)

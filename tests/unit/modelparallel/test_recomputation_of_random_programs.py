@@ -1,4 +1,4 @@
-"""Programs drawn at random have the same bits with saved tensors that the backward computes again."""
+"""Random programs have the same outputs and gradients, bit by bit, with and without recomputation of saved tensors."""
 
 from __future__ import annotations
 
