@@ -119,11 +119,12 @@ static int32_t send(int32_t slot, const void *data, int32_t bytes, int32_t to, i
   return code;
 }
 
-static int32_t recv(int32_t slot, void *data, int32_t bytes, int32_t tag) {
+static int32_t recv(int32_t slot, void *data, int32_t bytes, int32_t from, int32_t tag) {
   ENTER;
   if (slot >= end) end = slot + 1;
   is_recv[slot] = 1;
-  int code = MPI_Irecv(data, bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, job, &requests[slot]);
+  int code =
+      MPI_Irecv(data, bytes, MPI_BYTE, from < 0 ? MPI_ANY_SOURCE : from, tag, job, &requests[slot]);
   LEAVE;
   return code;
 }

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Incremented when anything below changes; mirrored in rust-core/src/transport/mpi/plugin.rs. */
-#define SMD_MPI_ABI 3
+#define SMD_MPI_ABI 4
 
 /* MPI tried to end the process. MPI is not called again. */
 #define SMD_MPI_GAVE_UP (-1)
@@ -43,8 +43,8 @@ struct smd_mpi_plugin {
   int32_t (*start)(int32_t num_slots, struct smd_mpi_world *world);
   /* Start a message in a free slot. MPI uses the memory until `poll` returns the slot. */
   int32_t (*send)(int32_t slot, const void *data, int32_t bytes, int32_t to, int32_t tag);
-  /* From any process. */
-  int32_t (*recv)(int32_t slot, void *data, int32_t bytes, int32_t tag);
+  /* From process `from`, or from any one if it is negative. */
+  int32_t (*recv)(int32_t slot, void *data, int32_t bytes, int32_t from, int32_t tag);
   /* Returns the completed slots, at most as many as fit into `done`; does not wait. */
   int32_t (*poll)(struct smd_mpi_done *done, int32_t *num_done);
   /* Withdraws open receives, and calls MPI_Finalize if `start` initialised MPI. Waits for all processes. */

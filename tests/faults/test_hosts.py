@@ -33,6 +33,26 @@ def repeat_barriers():
         _core.barrier()
 
 
+def repeat_long_reductions():
+    import torch
+
+    import smdistributed.dataparallel.torch.distributed as dist
+    from support.rank_main import announce
+
+    dist.init_process_group()
+    tensor = torch.ones(6_000_000)
+    dist.all_reduce(tensor)
+    announce(f"met.{dist.get_rank()}")
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    finally:
+        # Nothing writes to the tensor any more.
+        tensor.fill_(7)
+        time.sleep(0.5)
+        assert bool((tensor == 7).all()), "the tensor was written after the error"
+
+
 def kill_the_second_host(_, job):
     for rank in (2, 3):
         job.kill(rank)
@@ -105,3 +125,31 @@ def test_the_default_silence_is_short_enough(start, monkeypatch):
         monkeypatch.delenv(name)
     errors = {rank: text.replace("for 3s", f"for {DEFAULT_SILENCE_SECONDS}s") for rank, text in ALL_CUT_OFF.items()}
     check_that_survivors_name_the_host(start, cut_the_second_host_off, errors, {})
+
+
+@needs_mpi
+@pytest.mark.parametrize("disappears", ["killed", "cut off"])
+def test_a_long_reduction_over_mpi_ends_with_the_host_that_disappears(disappears):
+    """MPI is then moving bytes between the tensors of both hosts."""
+    environment = {"SMD_PEER_TIMEOUT_SECONDS": str(SILENCE_SECONDS)}
+    with (
+        hosts.Hosts(2) as two,
+        start_ranks(
+            repeat_long_reductions, 2, launcher=two, options=["--enable-recovery"], env=environment, timeout=60
+        ) as job,
+    ):
+        for rank in range(2):
+            job.wait_for(f"met.{rank}")
+        time.sleep(0.2)
+        if disappears == "killed":
+            parent = int(Path(f"/proc/{job.pid(1)}/stat").read_text().rpartition(")")[2].split()[1])
+            for pid in (job.pid(1), parent):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            two.cut(1)
+        began = time.monotonic()
+        job.wait_for_end(0)
+        os.kill(job.launcher_pid, signal.SIGKILL)
+        outcome = job.wait()
+    assert re.search("PeerFailedError: rank 1 died .* was in all_reduce", outcome.ranks[0].error), outcome.describe()
+    assert outcome.ranks[0].ended_at - began < NOTICE_SECONDS, outcome.describe()

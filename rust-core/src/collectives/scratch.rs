@@ -4,9 +4,9 @@
 use parking_lot::Mutex;
 
 /// Enough for the pieces that are in flight between a few hosts.
-const MAX_KEPT_BYTES: usize = 4 << 20;
+pub(crate) const MAX_KEPT_BYTES: usize = 4 << 20;
 
-/// Buffers of a group that no operation uses.
+/// Buffers of a group that no operation uses, those used last behind.
 #[derive(Debug, Default)]
 pub(crate) struct ScratchMemory {
     free: Mutex<Vec<Vec<u128>>>,
@@ -16,16 +16,21 @@ impl ScratchMemory {
     /// Returns a buffer of at least `bytes` bytes, with any contents.
     pub(crate) fn take(&self, bytes: usize) -> Vec<u128> {
         let words = bytes.div_ceil(16);
-        let free = self.free.lock().pop();
-        free.filter(|buffer| buffer.len() >= words).unwrap_or_else(|| vec![0; words])
+        let mut free = self.free.lock();
+        let found = free.iter().rposition(|buffer| buffer.len() >= words);
+        found.map_or_else(|| vec![0; words], |at| free.remove(at))
     }
 
-    /// Keeps a buffer for the next operation, unless there are enough.
+    /// Keeps a buffer for the next operations, instead of the least recently used ones if there are too many.
     pub(crate) fn put(&self, buffer: Vec<u128>) {
+        if buffer.is_empty() || size_of_val(&buffer[..]) > MAX_KEPT_BYTES {
+            return;
+        }
         let mut free = self.free.lock();
-        let kept: usize = free.iter().map(|buffer| size_of_val(&buffer[..])).sum();
-        if !buffer.is_empty() && kept + size_of_val(&buffer[..]) <= MAX_KEPT_BYTES {
-            free.push(buffer);
+        free.push(buffer);
+        let mut kept: usize = free.iter().map(|buffer| size_of_val(&buffer[..])).sum();
+        while kept > MAX_KEPT_BYTES {
+            kept -= size_of_val(&free.remove(0)[..]);
         }
     }
 }

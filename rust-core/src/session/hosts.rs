@@ -13,7 +13,7 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::metrics::{self, Fallback};
 use crate::transport::hosts::HostsGroup;
-use crate::transport::mpi::{self, Engine};
+use crate::transport::mpi::{self, Engine, MessageOptions};
 use crate::transport::ports::Carrier;
 use crate::transport::tcp::{self, Network};
 use crate::transport::{HostsTransport, Members, Transport};
@@ -35,8 +35,8 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 /// The prefix of the store's keys with the reports of ranks and rank 0's choice.
 const PREFIX: &str = "hosts/";
 const CHOICE: &str = "hosts/choice";
-/// The length of messages through MPI.
-const MESSAGE_BYTES: &str = "hosts/message_bytes";
+/// How MPI is used.
+const MESSAGE_OPTIONS: &str = "hosts/message_options";
 
 fn answer_key(rank: usize) -> String {
     format!("{PREFIX}{rank}")
@@ -120,8 +120,8 @@ impl Session {
         }
     }
 
-    /// Starts MPI for the tensors of CPUs. Rank 0 and a rank on another host measure which length of messages is fastest;
-    /// all ranks use it.
+    /// Starts MPI for the tensors of CPUs. Rank 0 and a rank on another host measure which messages are fastest; all ranks
+    /// use these.
     fn start_engine(&self, plugin: &Path, client: &Client, deadline: Instant) -> Result<Arc<Engine>> {
         use crate::world::Store as _;
         let on_another_host = self.places.iter().position(|place| place.host != self.places[0].host);
@@ -132,18 +132,18 @@ impl Session {
         };
         let engine = mpi::start(plugin, self.size(), &self.monitor, deadline)?;
         let measured = engine.measure(partner, &self.monitor, deadline)?;
-        let bytes: Option<usize> = match self.rank() {
+        let options: Option<MessageOptions> = match self.rank() {
             0 => {
-                client.set(MESSAGE_BYTES, &encode(&measured)?)?;
+                client.set(MESSAGE_OPTIONS, &encode(&measured)?)?;
                 measured
             }
             _ => {
                 let remaining = deadline.saturating_duration_since(Instant::now());
-                decode(&client.get(MESSAGE_BYTES, &[0], remaining)?, 0)?
+                decode(&client.get(MESSAGE_OPTIONS, &[0], remaining)?, 0)?
             }
         };
-        if let Some(bytes) = bytes {
-            engine.set_message_bytes(bytes);
+        if let Some(options) = options {
+            engine.set_options(options);
         }
         Ok(engine)
     }

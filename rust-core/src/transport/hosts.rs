@@ -155,6 +155,7 @@ struct HostsLink {
     /// By member: its position in the shared memory, if it runs on this host.
     local: Vec<Option<usize>>,
     remote: Port,
+    is_zero_copy: bool,
 }
 
 /// Describes a group on several hosts, for joining it.
@@ -189,10 +190,12 @@ impl HostsTransport {
         let local = Members { ranks: here, me: map.position_of(members.me) };
         let memory = SharedMemory::join(&format!("{name}-{host}"), &local, store, monitor, timeout)?;
         let position = |member: usize| (map.host_of(member) == host).then(|| map.position_of(member));
+        let is_zero_copy = carrier.is_zero_copy();
         let link = HostsLink {
             rings: Rings::new(memory.clone()),
             local: (0..members.size()).map(position).collect(),
             remote: Port::open(&carrier, key, &members, processes, monitor.clone()),
+            is_zero_copy,
         };
         let mailbox = Arc::new(Mailbox::new(link, members.clone()));
         let mailbox_progress: Weak<dyn MailboxProgress> =
@@ -219,6 +222,10 @@ impl MailboxProgress for Mailbox<HostsLink> {
     fn end_direct_receive(&self, from: usize, ticket: u64, is_whole: bool) {
         Mailbox::end_direct_receive(self, from, ticket, is_whole);
     }
+
+    fn end_transfer(&self, message: u64, bytes: usize) {
+        Mailbox::end_transfer(self, message, bytes);
+    }
 }
 
 impl Link for HostsLink {
@@ -244,6 +251,24 @@ impl Link for HostsLink {
             Some(position) => self.rings.pop(position, take),
             None => self.remote.pop(from, take),
         }
+    }
+
+    fn is_zero_copy(&self, peer: usize) -> bool {
+        self.local[peer].is_none() && self.is_zero_copy
+    }
+
+    unsafe fn start_receive(&self, from: usize, message: u64, data: *mut u8, bytes: usize) -> Option<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { self.remote.start_receive(from, message, data, bytes) }
+    }
+
+    unsafe fn start_send(&self, to: usize, key: u64, message: u64, data: *const u8, bytes: usize) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.remote.start_send(to, key, message, data, bytes) }
+    }
+
+    fn has_transfers(&self, gives_up: bool) -> bool {
+        self.remote.carrier().has_transfers(gives_up)
     }
 
     fn doorbell(&self) -> u32 {
@@ -291,6 +316,10 @@ impl Transport for HostsTransport {
 
     fn receiver(&self) -> Option<Receiver<'_>> {
         Some(Receiver::begin(&*self.carrier))
+    }
+
+    fn is_zero_copy(&self) -> bool {
+        self.mailbox.link.is_zero_copy
     }
 }
 

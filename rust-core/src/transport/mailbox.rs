@@ -29,23 +29,17 @@ use crate::bulk_copy;
 use crate::error::Error;
 
 mod direct_receive;
+mod frame;
 mod message;
+#[cfg(test)]
+mod random_messages;
+mod transfers;
+mod withdrawal;
 
 use direct_receive::DirectReceive;
+pub(crate) use frame::{FrameKind, Header, key_of};
 pub use message::Message;
-
-/// The kind of a frame; the `#[repr]` values are sent on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u64)]
-pub(crate) enum FrameKind {
-    Eager = 1,
-    Rts = 2,
-    Cts = 3,
-    Nack = 4,
-    Data = 5,
-    Withdraw = 6,
-    Credit = 7,
-}
+use transfers::PeerTransfers;
 
 /// The limit of MBX-4 in bytes, with [`EAGER_OVERHEAD`] for each message.
 pub(crate) const EAGER_LIMIT: usize = 4 << 20;
@@ -60,17 +54,6 @@ fn eager_cost(bytes: usize) -> usize {
     bytes.saturating_add(EAGER_OVERHEAD)
 }
 
-impl FrameKind {
-    fn decode(value: u64) -> Option<Self> {
-        let all = [Self::Eager, Self::Rts, Self::Cts, Self::Nack, Self::Data, Self::Withdraw, Self::Credit];
-        all.into_iter().find(|kind| *kind as u64 == value)
-    }
-}
-
-/// The words before a frame's payload: `[kind, a, b, c, payload bytes]`, where a, b, c are
-/// Eager: tag; Rts: tag, bytes, id; Cts: id, slot; Nack: id, bytes; Data: slot, offset; Withdraw: id; Credit: bytes.
-pub(crate) type Header = [u64; 5];
-
 /// Carries frames between pairs, in order, without waiting.
 pub(crate) trait Link: Send + Sync {
     /// The largest payload of a frame from or to `peer`.
@@ -84,6 +67,30 @@ pub(crate) trait Link: Send + Sync {
     /// valid for as many bytes as the header says, but no more than [`Link::payload_bytes`]; a peer may write there
     /// at the same time.
     fn pop(&self, from: usize, take: &mut dyn FnMut(Header, *const u8)) -> bool;
+    /// Whether long messages to and from `peer` are moved without copies ([`super::zero_copy`]).
+    fn is_zero_copy(&self, _peer: usize) -> bool {
+        false
+    }
+    /// Starts to receive the message with number `message` from `from` without copies. Returns the key for its sender, or
+    /// none if that is not possible now.
+    ///
+    /// # Safety
+    /// The memory stays valid, and no other code accesses it, until [`Mailbox::end_transfer`] is called or
+    /// [`Link::has_transfers`] is false.
+    unsafe fn start_receive(&self, _from: usize, _message: u64, _data: *mut u8, _bytes: usize) -> Option<u64> {
+        None
+    }
+    /// Starts to send a message without copies to `to`, which has sent the key. Returns false if it is not a valid one.
+    ///
+    /// # Safety
+    /// The memory stays valid and unchanged until then.
+    unsafe fn start_send(&self, _to: usize, _key: u64, _message: u64, _data: *const u8, _bytes: usize) -> bool {
+        false
+    }
+    /// See [`super::ports::Carrier::has_transfers`].
+    fn has_transfers(&self, _gives_up: bool) -> bool {
+        false
+    }
     /// See [`super::Transport::doorbell`].
     fn doorbell(&self) -> u32;
     /// See [`super::Transport::wait_doorbell`].
@@ -116,6 +123,11 @@ struct Posted {
 }
 
 impl Posted {
+    /// Whether it takes messages with `tag` from `from`.
+    fn is_for(&self, from: usize, tag: Tag) -> bool {
+        self.tag == tag && self.from.is_none_or(|it| it == from)
+    }
+
     /// Whether a message of `bytes` bytes fits.
     fn accepts(&self, bytes: usize) -> bool {
         bytes == self.bytes || (self.is_limit && bytes < self.bytes)
@@ -129,6 +141,9 @@ struct Filling {
     bytes: usize,
     id: u64,
     received: usize,
+    /// Whether a transfer fills it ([`super::zero_copy`]), and whether the sender has withdrawn that.
+    in_transfer: bool,
+    is_withdrawn: bool,
 }
 
 enum Body {
@@ -159,6 +174,7 @@ struct Peer {
     /// Sends whose data is being sent, one after the other.
     streams: VecDeque<ClearedSend>,
     direct_receive: Option<DirectReceive>,
+    transfers: PeerTransfers,
 }
 
 #[derive(Default)]
@@ -170,6 +186,8 @@ struct MailboxState {
     next_id: u64,
     /// Whether a message was completed in this call of `progress`.
     completed: bool,
+    /// Messages whose cancellation waits for their transfer.
+    cancelling: Vec<u64>,
 }
 
 // SAFETY: the raw pointers are the buffers of posted messages, whose owner promised in `post_send` and `post_recv`
@@ -216,7 +234,13 @@ pub(crate) struct Mailbox<L> {
 
 impl<L: Link> Mailbox<L> {
     pub(crate) fn new(link: L, members: Members) -> Self {
-        let peers = (0..members.size()).map(|_| Peer::default()).collect();
+        let peers = (0..members.size())
+            .map(|peer| {
+                let is_zero_copy = peer != members.me && link.is_zero_copy(peer);
+                let frame_bytes = is_zero_copy.then(|| link.payload_bytes(peer));
+                Peer { transfers: PeerTransfers::new(frame_bytes), ..Peer::default() }
+            })
+            .collect();
         let state = Mutex::new(MailboxState { peers, ..MailboxState::default() });
         Self { link, members, state, direct_read_ended: Condvar::new() }
     }
@@ -237,15 +261,10 @@ impl<L: Link> Mailbox<L> {
 
     fn post(&self, state: &mut MailboxState, recv: Posted) -> Message {
         let message = recv.message.clone();
-        let matches = |it: &Unexpected| it.tag == recv.tag && recv.from.is_none_or(|from| from == it.from);
-        let found = state.unexpected.iter().position(matches);
-        match found.and_then(|at| state.unexpected.remove(at)) {
-            Some(arrived) => {
-                if let Body::Eager(bytes) = &arrived.body {
-                    state.note_taken(arrived.from, bytes.len(), &self.members);
-                }
-                state.deliver(recv, arrived.from, arrived.body, &self.members);
-            }
+        let matches =
+            |it: &Unexpected| recv.is_for(it.from, it.tag) && !state.is_reserved(it.from, it.tag, message.id());
+        match state.unexpected.iter().position(matches) {
+            Some(at) => state.deliver_unexpected(recv, at, &self.members),
             None => state.posted.push_back(recv),
         }
         self.advance(state);
@@ -254,6 +273,7 @@ impl<L: Link> Mailbox<L> {
 
     fn push_to(&self, state: &mut MailboxState, to: usize) {
         let payload_bytes = self.link.payload_bytes(to);
+        self.start_transfers(state, to);
         let MailboxState { peers, completed, .. } = state;
         let peer = &mut peers[to];
         while let Some(header) = peer.replies.front() {
@@ -339,6 +359,7 @@ impl<L: Link> Messages for Mailbox<L> {
         let mut state = self.state.lock();
         let id = message.id();
         self.detach(&mut state, id);
+        self.await_transfer(&mut state, id);
         state.posted.retain(|it| it.message.id() != id);
         state.filling.remove(&id);
         for peer in &mut state.peers {
@@ -417,7 +438,10 @@ impl MailboxState {
             }
             Some(FrameKind::Cts) => {
                 let peer = &mut self.peers[from];
-                if let Some(send) = peer.announced.remove(&a) {
+                let send = peer.announced.remove(&a);
+                if c != 0 && peer.transfers.is_enabled() {
+                    peer.transfers.clear(send, c);
+                } else if let Some(send) = send {
                     peer.streams.push_back(ClearedSend { send, slot: b, sent: 0 });
                 }
             }
@@ -431,7 +455,11 @@ impl MailboxState {
             Some(FrameKind::Data) => {
                 let Some(filling) = self.filling.get_mut(&a) else { return };
                 // Parts of one message arrive in order, so the offset is known; a different offset is forged.
-                if filling.from != from || b != filling.received as u64 || length > filling.bytes - filling.received {
+                if filling.in_transfer
+                    || filling.from != from
+                    || b != filling.received as u64
+                    || length > filling.bytes - filling.received
+                {
                     return;
                 }
                 // SAFETY: the part lies inside the posted buffer by the check above; the payload is the caller's.
@@ -469,33 +497,9 @@ impl MailboxState {
         }
     }
 
-    /// Returns a receive to its place in the order.
-    fn repost(&mut self, recv: Posted) {
-        let at = self.posted.partition_point(|it| it.message.id() < recv.message.id());
-        self.posted.insert(at, recv);
-    }
-
-    /// The sender has cancelled its message `id` (MBX-3).
-    fn withdraw(&mut self, from: usize, id: u64, members: &Members) {
-        let announced = |it: &Unexpected| it.from == from && matches!(it.body, Body::Rts { id: own, .. } if own == id);
-        self.unexpected.retain(|it| !announced(it));
-        let slot = self.filling.iter().find(|(_, it)| it.from == from && it.id == id).map(|(slot, _)| *slot);
-        let Some(Filling { recv, .. }) = slot.and_then(|slot| self.filling.remove(&slot)) else { return };
-        let wanted = |it: &Unexpected| it.tag == recv.tag && recv.from.is_none_or(|from| from == it.from);
-        match self.unexpected.iter().position(wanted).and_then(|at| self.unexpected.remove(at)) {
-            Some(arrived) => {
-                if let Body::Eager(bytes) = &arrived.body {
-                    self.note_taken(arrived.from, bytes.len(), members);
-                }
-                self.deliver(recv, arrived.from, arrived.body, members);
-            }
-            None => self.repost(recv),
-        }
-    }
-
-    /// The first posted receive that matches a message with `tag` from `from`.
+    /// Takes the posted receive that gets an arriving message with `tag` from `from`, if there is one.
     fn claim(&mut self, from: usize, tag: Tag) -> Option<Posted> {
-        let at = self.posted.iter().position(|it| it.tag == tag && it.from.is_none_or(|it| it == from))?;
+        let at = self.position_for_arrival(from, tag)?;
         self.posted.remove(at)
     }
 
@@ -512,8 +516,15 @@ impl MailboxState {
             Body::Eager(bytes) => unsafe { self.finish(recv, from, bytes.as_ptr(), bytes.len(), members) },
             Body::Rts { id, bytes } if recv.accepts(bytes) => {
                 let slot = recv.message.id();
-                self.filling.insert(slot, Filling { recv, from, bytes, id, received: 0 });
-                self.peers[from].replies.push_back([FrameKind::Cts as u64, id, slot, 0, 0]);
+                self.filling.insert(
+                    slot,
+                    Filling { recv, from, bytes, id, received: 0, in_transfer: false, is_withdrawn: false },
+                );
+                let peer = &mut self.peers[from];
+                match peer.transfers.is_for(bytes) {
+                    true => peer.transfers.expect(id, slot),
+                    false => peer.replies.push_back([FrameKind::Cts as u64, id, slot, 0, 0]),
+                }
             }
             Body::Rts { id, bytes } => {
                 self.peers[from].replies.push_back([FrameKind::Nack as u64, id, recv.bytes as u64, 0, 0]);

@@ -16,7 +16,8 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::Members;
-use super::mailbox::Header;
+use super::mailbox::{self, Header};
+use super::zero_copy::ZeroCopyTransfer;
 use crate::error::Error;
 use crate::world::{Departure, Monitor};
 
@@ -55,6 +56,32 @@ pub(crate) trait Carrier: Send + Sync {
     fn receive(&self) -> bool {
         false
     }
+    /// Whether it moves long messages without copies ([`super::zero_copy`]).
+    fn is_zero_copy(&self) -> bool {
+        false
+    }
+    /// Starts to receive a message without copies; never waits. Returns the key for its sender, or none if the carrier
+    /// cannot do it now.
+    ///
+    /// # Safety
+    /// The memory stays valid, and no other code accesses it, until the port is notified
+    /// ([`MailboxProgress::end_transfer`]) or [`Carrier::has_transfers`] is false.
+    unsafe fn start_receive(&self, _transfer: ZeroCopyTransfer) -> Option<u64> {
+        None
+    }
+    /// Starts to send a message without copies to the receiver that has sent `key`; never waits. Returns false if no
+    /// receiver can have sent this key.
+    ///
+    /// # Safety
+    /// The memory stays valid and unchanged until then.
+    unsafe fn start_send(&self, _transfer: ZeroCopyTransfer, _key: u64) -> bool {
+        false
+    }
+    /// Makes progress with transfers for a caller that cancels one; may sleep briefly. `gives_up`: ends the use of the
+    /// carrier. Returns false if transfers access no memory any more, because the carrier is not used any more.
+    fn has_transfers(&self, _gives_up: bool) -> bool {
+        false
+    }
     /// Waits until the network has accepted all queued frames, while it works and at most until the deadline.
     fn flush(&self, deadline: Instant);
     /// Whether the death of any process of the job stops all communication, whatever processes frames are for.
@@ -71,6 +98,8 @@ pub(crate) trait MailboxProgress: Send + Sync {
     fn fill(&self, from: usize, ticket: u64, read: &mut dyn FnMut(*mut u8));
     /// The payload is complete and authentic, or it will never be.
     fn end_direct_receive(&self, from: usize, ticket: u64, is_whole: bool);
+    /// The transfer of this message has ended; a receive with so many bytes.
+    fn end_transfer(&self, message: u64, bytes: usize);
 }
 
 /// A payload that is being read to the memory of its receive.
@@ -206,6 +235,8 @@ pub(crate) struct Ports {
     table: Mutex<PortTable>,
     /// Receive buffers, long enough for any frame.
     pub(super) buffers: Pool,
+    /// Processes that have sent a key to a port that was closed, with the key. Their transfers wait for a message (ZCP-2).
+    unanswered: Mutex<Vec<(usize, u64)>>,
 }
 
 /// Whether the process of `rank` has died or failed.
@@ -225,7 +256,7 @@ impl OpenPort {
 impl Ports {
     /// For a carrier with buffers of this length.
     pub(super) fn new(buffer_bytes: usize) -> Self {
-        Self { table: Mutex::default(), buffers: Pool::new(buffer_bytes) }
+        Self { table: Mutex::default(), buffers: Pool::new(buffer_bytes), unanswered: Mutex::default() }
     }
 
     /// From now on, notifies `mailbox_progress` of frames for the port of member `me` in the group with `key`.
@@ -251,10 +282,29 @@ impl Ports {
         let mut table = self.table.lock();
         match table.open.get(&key) {
             Some(open) => open.deliver(source, from as usize, frame),
-            None if table.closed.contains(&key) => return None,
+            None if table.closed.contains(&key) => {
+                self.note_unanswered(source, &frame.header);
+                return None;
+            }
             None => table.early.entry(key).or_default().push((source, from as usize, frame)),
         }
         Some(key)
+    }
+
+    /// Notes the key in a frame that nobody takes, if there is one.
+    fn note_unanswered(&self, source: usize, header: &Header) {
+        if let Some(key) = mailbox::key_of(header) {
+            self.unanswered.lock().push((source, key));
+        }
+    }
+
+    pub(super) fn has_unanswered(&self) -> bool {
+        !self.unanswered.lock().is_empty()
+    }
+
+    /// Takes the keys that the carrier is to answer with empty messages.
+    pub(super) fn take_unanswered(&self) -> Vec<(usize, u64)> {
+        std::mem::take(&mut self.unanswered.lock())
     }
 
     /// Finds the memory for the payload of `bytes` bytes that follows `prefix`, from process `source`, if a receive
@@ -275,6 +325,14 @@ impl Ports {
         };
         let ticket = mailbox.begin_direct_receive(from, header)?;
         Some(DirectReceiveHandle { mailbox, from, ticket, bytes, is_whole: false })
+    }
+
+    /// Notifies a port of the end of a transfer.
+    pub(super) fn end_transfer(&self, key: PortKey, message: u64, bytes: usize) {
+        let mailbox = self.table.lock().open.get(&key).and_then(|open| open.mailbox_progress.as_ref()?.upgrade());
+        if let Some(mailbox) = mailbox {
+            mailbox.end_transfer(message, bytes);
+        }
     }
 
     /// Notifies these ports that frames have arrived, or that there is space for theirs.
@@ -379,6 +437,31 @@ impl Port {
         true
     }
 
+    /// As [`Link::start_receive`](super::mailbox::Link::start_receive).
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn start_receive(&self, from: usize, message: u64, data: *mut u8, bytes: usize) -> Option<u64> {
+        let transfer = ZeroCopyTransfer { port: self.key, message, process: self.processes[from], data, bytes };
+        // SAFETY: the caller's promise.
+        unsafe { self.carrier.start_receive(transfer) }
+    }
+
+    /// As [`Link::start_send`](super::mailbox::Link::start_send).
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn start_send(&self, to: usize, key: u64, message: u64, data: *const u8, bytes: usize) -> bool {
+        let transfer =
+            ZeroCopyTransfer { port: self.key, message, process: self.processes[to], data: data.cast_mut(), bytes };
+        // SAFETY: the caller's promise.
+        unsafe { self.carrier.start_send(transfer, key) }
+    }
+
+    pub(super) fn carrier(&self) -> &dyn Carrier {
+        &*self.carrier
+    }
+
     /// While the guard lives, a caller waits for frames.
     pub(super) fn await_thread(&self) -> AwaitsThread<'_> {
         AwaitsThread::begin(&*self.carrier)
@@ -441,5 +524,10 @@ impl Drop for Port {
         let open = table.open.remove(&self.key);
         drop(table);
         drop(open);
+        for (from, process) in self.processes.iter().enumerate() {
+            while let Some(frame) = self.inbox.take(from) {
+                self.carrier.ports().note_unanswered(*process, &frame.header);
+            }
+        }
     }
 }

@@ -107,6 +107,27 @@ pub(super) fn a_cancelled_send_is_withdrawn(make: MakeTransports, large: usize) 
     }
 }
 
+/// A sender leaves while its announced message is being matched. The receive can be cancelled at once.
+pub(super) fn a_receive_whose_sender_has_left_can_be_cancelled(make: MakeTransports, large: usize) {
+    for attempt in 0..20 {
+        let mut pair = Pair::new(make);
+        let data = vec![1; large];
+        let mut received = vec![0; large];
+        let sent = pair.send(7, &data);
+        pair.drive(Duration::from_millis(5), || false);
+        let matched = pair.recv(7, &mut received);
+        std::thread::sleep(Duration::from_micros(attempt % 5 * 40));
+        pair.ends[0].cancel(&sent);
+        drop(pair.ends.remove(0));
+        let since = Instant::now();
+        pair.ends[0].cancel(&matched);
+        assert!(since.elapsed() < Duration::from_secs(2), "attempt {attempt}: {:?}", since.elapsed());
+        received.fill(2);
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(received.iter().all(|byte| *byte == 2), "it was written after the cancellation");
+    }
+}
+
 pub(super) fn messages_that_nobody_receives_are_bounded(make: MakeTransports) {
     /// Fits one frame on every transport.
     const BYTES: usize = 1 << 10;

@@ -299,6 +299,10 @@ macro_rules! contract {
                 super::messages::a_cancelled_send_is_withdrawn(MAKE, 15 * $scale);
             }
             #[test]
+            fn a_receive_whose_sender_has_left_can_be_cancelled() {
+                super::messages::a_receive_whose_sender_has_left_can_be_cancelled(MAKE, 15 * $scale);
+            }
+            #[test]
             fn messages_that_nobody_receives_are_bounded() {
                 super::messages::messages_that_nobody_receives_are_bounded(MAKE);
             }

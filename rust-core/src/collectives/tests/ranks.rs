@@ -7,7 +7,7 @@ use crate::buffer::{DType, Device, ReduceOp, TensorView};
 use crate::collectives::{Communicator, reference};
 use crate::transport::hosts::HostsGroup;
 use crate::transport::mock::{MockOptions, MockTransport};
-use crate::transport::mpi::{Engine, loopback};
+use crate::transport::mpi::{Engine, MessageOptions, loopback};
 use crate::transport::ports::Carrier;
 use crate::transport::{HostsTransport, Members, ShmTransport, Transport, tcp};
 use crate::world::{LocalStore, Monitor};
@@ -61,11 +61,11 @@ pub(super) fn on_hosts(host: fn(usize) -> usize, carriers: Vec<(Arc<dyn Carrier>
     })
 }
 
-/// Hosts that communicate through one engine, whose wire leads back to it, in messages of at most `message_bytes` bytes.
-pub(super) fn over_mpi(size: usize, message_bytes: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
+/// Hosts that communicate through one engine, whose wire leads back to it.
+pub(super) fn over_mpi(size: usize, options: MessageOptions, host: fn(usize) -> usize) -> Vec<Arc<dyn Transport>> {
     let engine = Engine::start(Box::new(loopback::Loopback::default())).expect("a thread can be started");
     engine.measure(None, &Monitor::new(0), Instant::now() + TIMEOUT).expect("there is nothing to measure");
-    engine.set_message_bytes(message_bytes);
+    engine.set_options(options);
     on_hosts(host, vec![(engine, 0); size])
 }
 
@@ -77,17 +77,17 @@ pub(super) fn over_tcp(size: usize, host: fn(usize) -> usize) -> Vec<Arc<dyn Tra
 
 /// Two members on each host; the last of an odd number is alone.
 pub(super) fn pairs(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, usize::MAX, |member| member / 2)
+    over_mpi(size, MessageOptions { bytes: usize::MAX, zero_copy: true }, |member| member / 2)
 }
 
 /// Members assigned to two hosts in turn, so that adjacent ranks are on different hosts.
 pub(super) fn alternating(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, 3_000, |member| member % 2)
+    over_mpi(size, MessageOptions { bytes: 3_000, zero_copy: false }, |member| member % 2)
 }
 
 /// Each member on a host of its own.
 pub(super) fn alone(size: usize) -> Vec<Arc<dyn Transport>> {
-    over_mpi(size, 20_000, |member| member)
+    over_mpi(size, MessageOptions { bytes: 20_000, zero_copy: true }, |member| member)
 }
 
 pub(super) fn tcp_pairs(size: usize) -> Vec<Arc<dyn Transport>> {

@@ -74,13 +74,12 @@ impl<L: Link> Mailbox<L> {
         }
         let target = match FrameKind::decode(kind)? {
             FrameKind::Eager => {
-                let matches = |it: &Posted| it.tag == a && it.from.is_none_or(|it| it == from);
                 // A message of another length takes the usual way to its error.
-                let at = state.posted.iter().position(matches).filter(|at| state.posted[*at].accepts(bytes))?;
+                let at = state.position_for_arrival(from, a).filter(|at| state.posted[*at].accepts(bytes))?;
                 DirectTarget::Eager(state.posted.remove(at)?)
             }
             FrameKind::Data => {
-                let filling = state.filling.get(&a)?;
+                let filling = state.filling.get(&a).filter(|filling| !filling.in_transfer)?;
                 let fits =
                     filling.from == from && b == filling.received as u64 && bytes <= filling.bytes - filling.received;
                 DirectTarget::Data { slot: a, place: fits.then(|| filling.recv.data.wrapping_add(filling.received))? }

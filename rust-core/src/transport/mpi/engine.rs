@@ -9,19 +9,20 @@
 //! until frames arrive ([`Carrier::await_thread`]), and rarely otherwise. While callers poll ([`Carrier::receive`]), it
 //! leaves MPI to them (CAL-1).
 
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::message_length;
+use super::message_length::{self, MessageOptions};
+use super::outbox::{Outbox, QueuedMessage};
 use super::service::{MpiService, Served};
 use crate::error::{Error, Limit, Result};
 use crate::transport::callers::{ReceivingCallers, TICK};
 use crate::transport::ports::{Carrier, FRAME_BYTES, PREFIX_BYTES, Pool, PortKey, Ports, departed};
+use crate::transport::zero_copy::{HARDWARE_TIME, ZeroCopyTransfer};
 use crate::transport::{Backoff, POLL_INTERVAL};
 use crate::world::Monitor;
 
@@ -30,6 +31,9 @@ const FRAMES_PER_PEER: usize = 8;
 /// Polling intervals while a caller sleeps until frames arrive or messages are being sent, and otherwise.
 const SHORT_PAUSE: Duration = Duration::from_micros(30);
 const LONG_PAUSE: Duration = Duration::from_millis(1);
+
+/// How long a cancellation waits for a call of MPI to end before it gives up.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long to wait after a failure of MPI for the report of a death that explains it.
 const DEATH_REPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -46,11 +50,17 @@ pub(crate) trait Wire: Send {
     /// # Safety
     /// The memory stays valid and unchanged until `poll` reports the slot as complete.
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize, tag: MessageTag) -> Result<(), Failure>;
-    /// Starts a receive from any process in a free slot.
+    /// Starts a receive in a free slot, from any process if there is no `from`.
     ///
     /// # Safety
     /// No other code accesses the memory until `poll` reports the slot as complete.
-    unsafe fn recv(&mut self, slot: usize, data: &mut [u8], tag: MessageTag) -> Result<(), Failure>;
+    unsafe fn recv(
+        &mut self,
+        slot: usize,
+        data: &mut [u8],
+        from: Option<usize>,
+        tag: MessageTag,
+    ) -> Result<(), Failure>;
     /// Adds completed slots to the list; does not wait.
     fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure>;
     /// Finalises MPI; waits for all processes of the job.
@@ -59,11 +69,23 @@ pub(crate) trait Wire: Send {
 
 /// What a message is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(i32)]
 pub(crate) enum MessageTag {
-    Frames = 0,
+    Frames,
     /// To measure the network ([`message_length`]).
-    Measurement = 1,
+    Measurement,
+    /// The transfer of a message whose receiver chose this key, from 1 to [`NUM_KEYS`](super::outbox).
+    Transfer(u16),
+}
+
+impl MessageTag {
+    /// The tag in MPI.
+    pub(crate) fn value(self) -> i32 {
+        match self {
+            Self::Frames => 0,
+            Self::Measurement => 1,
+            Self::Transfer(key) => 1 + i32::from(key),
+        }
+    }
 }
 
 /// Properties of the job in MPI.
@@ -88,22 +110,12 @@ pub(crate) struct Completed {
 #[derive(Clone, Debug)]
 pub(crate) struct Failure(pub(crate) String);
 
-#[derive(Default)]
-pub(super) struct Outbox {
-    pub(super) frames: VecDeque<(usize, Vec<u8>)>,
-    /// By rank: frames that are queued or in flight.
-    pub(super) pending: HashMap<usize, usize>,
-    /// Ports whose frame was refused because the queue was full.
-    pub(super) refused: HashSet<PortKey>,
-    finish: bool,
-}
-
 pub(super) struct EngineState {
     pub(super) outbox: Mutex<Outbox>,
     pub(super) ports: Ports,
     pub(super) send_buffers: Pool,
-    /// The length of the messages that this process sends.
-    pub(super) message_bytes: AtomicUsize,
+    /// How this process sends.
+    pub(super) options: Mutex<MessageOptions>,
     /// None before MPI has started and after it has ended.
     service: Mutex<Option<MpiService>>,
     callers: Mutex<ReceivingCallers>,
@@ -115,13 +127,14 @@ pub(super) struct EngineState {
     world: OnceLock<Result<MpiWorld, Failure>>,
     /// The process with which to measure messages, if any; set when frames may be moved.
     partner: OnceLock<Option<usize>>,
-    /// The fastest length of messages; none if this process does not measure it.
-    measured: OnceLock<Option<usize>>,
+    /// The fastest way to send; none if this process does not measure it.
+    measured: OnceLock<Option<MessageOptions>>,
     /// Whether the wait for the measurement has ended with an error.
     gave_up: AtomicBool,
     /// Why MPI is not called any more, and the service with the memory that MPI may still access.
     failed: OnceLock<Failure>,
     abandoned: Mutex<Option<MpiService>>,
+    given_up_at: OnceLock<Instant>,
     /// Set when the thread has ended.
     ended: OnceLock<()>,
     changed: Condvar,
@@ -148,7 +161,7 @@ impl Engine {
             outbox: Mutex::default(),
             ports: Ports::new(FRAME_BYTES),
             send_buffers: Pool::new(0),
-            message_bytes: AtomicUsize::new(message_length::DEFAULT_LENGTH),
+            options: Mutex::default(),
             service: Mutex::new(None),
             callers: Mutex::default(),
             looks: AtomicU64::new(0),
@@ -159,6 +172,7 @@ impl Engine {
             gave_up: AtomicBool::new(false),
             failed: OnceLock::new(),
             abandoned: Mutex::new(None),
+            given_up_at: OnceLock::new(),
             ended: OnceLock::new(),
             changed: Condvar::new(),
             change: Mutex::default(),
@@ -180,7 +194,7 @@ impl Engine {
         outcome.map_err(|Failure(text)| Error::Unsupported(format!("MPI did not start: {text}")))
     }
 
-    /// Measures the fastest length of messages between this process and `partner`, which calls this function, too; nothing
+    /// Measures the fastest messages between this process and `partner`, which calls this function, too; nothing
     /// without one. From now on, frames may be moved. Only the first call measures; later ones return its result.
     ///
     /// # Errors
@@ -190,13 +204,13 @@ impl Engine {
         partner: Option<usize>,
         monitor: &Monitor,
         deadline: Instant,
-    ) -> Result<Option<usize>> {
+    ) -> Result<Option<MessageOptions>> {
         let shared = &self.shared;
         let _ = shared.partner.set(partner);
         shared.wake_thread();
-        let found = || match (shared.measured.get(), shared.failed.get()) {
-            (Some(measured), _) => Some(Ok(*measured)),
-            (None, Some(Failure(text))) => Some(Err(Error::Unsupported(format!("MPI failed at its start: {text}")))),
+        let found = || match (shared.failed.get(), shared.measured.get()) {
+            (Some(Failure(text)), _) => Some(Err(Error::Unsupported(format!("MPI cannot be used any more: {text}")))),
+            (None, Some(measured)) => Some(Ok(*measured)),
             (None, None) => None,
         };
         let others: Vec<usize> = partner.into_iter().collect();
@@ -234,9 +248,9 @@ impl Engine {
         }
     }
 
-    /// Sends frames in messages of at most `bytes` bytes from now on.
-    pub(crate) fn set_message_bytes(&self, bytes: usize) {
-        self.shared.message_bytes.store(bytes, Ordering::Relaxed);
+    /// Sends in this way from now on. Groups that were created before go on with or without copies.
+    pub(crate) fn set_options(&self, options: MessageOptions) {
+        *self.shared.options.lock() = options;
     }
 
     /// Finalises MPI: waits until the other processes finalise it too, unless a process has died, and at most until
@@ -254,6 +268,10 @@ impl Engine {
             self.shared.changed.wait_for(&mut lock, POLL_INTERVAL);
         }
     }
+}
+
+fn not_cancelled() -> Failure {
+    Failure("a message could not be cancelled".to_owned())
 }
 
 impl Carrier for Engine {
@@ -281,13 +299,58 @@ impl Carrier for Engine {
         bytes.clear();
         bytes.extend_from_slice(prefix);
         bytes.extend_from_slice(payload);
-        shared.outbox.lock().frames.push_back((to, bytes));
-        shared.send_as_caller();
-        // A frame that is left is the first one to a process, or another thread looked for frames just before. What MPI
-        // has not moved at once, it moves when it is called again: soon by this caller, or by the thread.
-        let is_left = !shared.outbox.lock().frames.is_empty();
-        if is_left || !shared.callers.lock().receive_soon(shared.looks.load(Ordering::Relaxed)) {
+        shared.outbox.lock().queue.push_back(QueuedMessage::Frame(to, bytes));
+        shared.start_queued();
+        true
+    }
+
+    fn is_zero_copy(&self) -> bool {
+        self.shared.options.lock().zero_copy
+    }
+
+    unsafe fn start_receive(&self, transfer: ZeroCopyTransfer) -> Option<u64> {
+        let key = self.shared.outbox.lock().queue_receive(transfer)?;
+        self.shared.start_queued();
+        Some(key.into())
+    }
+
+    unsafe fn start_send(&self, transfer: ZeroCopyTransfer, key: u64) -> bool {
+        let is_valid = self.shared.outbox.lock().queue_send(transfer, key);
+        if is_valid {
+            self.shared.start_queued();
+        }
+        is_valid
+    }
+
+    fn has_transfers(&self, gives_up: bool) -> bool {
+        let shared = &self.shared;
+        // The thread has the lock during calls that may wait, such as the end of MPI when the process is about to end.
+        let patience = if gives_up { LOCK_TIMEOUT } else { SHORT_PAUSE };
+        let Some(mut service) = shared.service.try_lock_for(patience) else {
+            if gives_up {
+                // That call is the last one ([`EngineState::guard`]).
+                let _ = shared.failed.set(not_cancelled());
+                shared.await_hardware();
+            }
+            return !gives_up;
+        };
+        if gives_up && service.is_some() {
+            shared.abandon(&mut service, not_cancelled());
+        }
+        if service.is_some() && shared.ports.somebody_departed() {
+            shared.abandon_after_departure(&mut service);
+        }
+        if service.is_none() {
+            drop(service);
+            if shared.failed.get().is_some() {
+                shared.await_hardware();
+            }
+            return false;
+        }
+        drop(service);
+        if !shared.any_thread() || !shared.serve_as_caller() {
             shared.wake_thread();
+            std::thread::sleep(SHORT_PAUSE);
         }
         true
     }
@@ -324,7 +387,7 @@ impl Carrier for Engine {
 
     fn flush(&self, deadline: Instant) {
         while self.shared.ended.get().is_none() && Instant::now() < deadline {
-            if self.shared.outbox.lock().pending.values().all(|pending| *pending == 0) {
+            if self.shared.outbox.lock().is_sent() {
                 return;
             }
             std::thread::sleep(LONG_PAUSE);
@@ -362,12 +425,23 @@ impl EngineState {
         moved
     }
 
-    /// Passes queued frames to MPI, unless another thread holds the service, which looks for frames after it has released
-    /// it.
+    /// Passes what a caller has queued to MPI, or leaves it to another thread.
+    fn start_queued(&self) {
+        self.send_as_caller();
+        // What MPI has not moved at once, it moves when it is called again: soon by this caller, or by the thread.
+        if !self.any_thread() || !self.callers.lock().receive_soon(self.looks.load(Ordering::Relaxed)) {
+            self.wake_thread();
+        }
+    }
+
+    /// Passes what is queued to MPI. If another thread holds the service, that looks at the queue after it has released it.
     fn send_as_caller(&self) {
-        while self.any_thread() && !self.outbox.lock().frames.is_empty() {
+        while self.any_thread() && !self.outbox.lock().queue.is_empty() {
             let Some(mut service) = self.service.try_lock() else { return };
             if !self.guard(&mut service, |service| service.send_waiting(self, Served::ByCaller)) {
+                drop(service);
+                // The first frame to a process, or there are too many messages.
+                self.wake_thread();
                 return;
             }
         }
@@ -379,6 +453,9 @@ impl EngineState {
         service: &mut Option<MpiService>,
         call: impl FnOnce(&mut MpiService) -> Result<bool, Failure>,
     ) -> bool {
+        if let Some(failure) = self.failed.get() {
+            self.abandon(service, failure.clone());
+        }
         let Some(serving) = service.as_mut() else { return false };
         let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| call(serving)));
         let failure = match outcome {
@@ -395,9 +472,20 @@ impl EngineState {
         // holds the lock of a mailbox.
         if let Some(service) = service.take() {
             *self.abandoned.lock() = Some(service);
+            self.given_up_at.get_or_init(Instant::now);
         }
         let _ = self.failed.set(failure);
         self.wake_thread();
+    }
+
+    /// Waits until network cards have ended what they had begun when MPI was given up.
+    fn await_hardware(&self) {
+        let given_up_at = *self.given_up_at.get_or_init(Instant::now);
+        std::thread::sleep((given_up_at + HARDWARE_TIME).saturating_duration_since(Instant::now()));
+    }
+
+    fn abandon_after_departure(&self, service: &mut Option<MpiService>) {
+        self.abandon(service, Failure("a process of the job has ended".to_owned()));
     }
 
     /// The body of the thread.
@@ -430,13 +518,15 @@ impl EngineState {
             }
             return self.fail(text);
         }
-        let service = self.service.lock().take();
-        if let Some(mut service) = service {
-            if let Err(Failure(text)) = service.finish() {
-                tracing::debug!("MPI could not be finalized: {text}");
-            }
+        // With the lock, so that other threads see whether MPI is being called ([`Carrier::has_transfers`]).
+        let mut service = self.service.lock();
+        if let Some(Err(Failure(text))) = service.as_mut().map(MpiService::finish) {
+            tracing::debug!("MPI could not be finalized: {text}");
+        }
+        if let Some(service) = service.take() {
             service.leak();
         }
+        drop(service);
         let _ = self.ended.set(());
         self.announce();
     }
@@ -450,7 +540,11 @@ impl EngineState {
             let callers_receive = self.callers.lock().receive(self.looks.load(Ordering::Relaxed));
             let (mut moved, mut sending, mut has_room) = (false, false, true);
             // Frames that callers leave are the first ones to a process.
-            if !callers_receive || !self.outbox.lock().frames.is_empty() {
+            let is_needed = {
+                let outbox = self.outbox.lock();
+                outbox.finish || !outbox.queue.is_empty()
+            };
+            if !callers_receive || is_needed {
                 let mut service = self.service.lock();
                 moved = self.guard(&mut service, |service| service.serve(self, Served::ByThread));
                 (sending, has_room) = service.as_ref().map_or((false, true), |it| (it.is_sending(), it.has_room()));
@@ -458,7 +552,7 @@ impl EngineState {
             if seen.elapsed() > POLL_INTERVAL {
                 seen = Instant::now();
                 if self.ports.somebody_departed() {
-                    self.abandon(&mut self.service.lock(), Failure("a process of the job has ended".to_owned()));
+                    self.abandon_after_departure(&mut self.service.lock());
                     return;
                 }
             }
@@ -471,8 +565,8 @@ impl EngineState {
                 continue;
             }
             let mut outbox = self.outbox.lock();
-            let is_empty = outbox.frames.is_empty();
-            if outbox.finish && outbox.pending.values().all(|pending| *pending == 0) {
+            let is_empty = outbox.queue.is_empty();
+            if outbox.finish && outbox.is_sent() && !self.ports.has_unanswered() {
                 return;
             }
             if is_empty || !has_room {
@@ -506,12 +600,16 @@ impl EngineState {
 /// member has a port of its own.
 #[cfg(test)]
 pub(crate) mod loopback {
+    use std::collections::VecDeque;
+
     use super::*;
 
     #[derive(Default)]
     pub(crate) struct Loopback {
-        sent: VecDeque<(usize, Vec<u8>)>,
-        open: VecDeque<(usize, *mut u8, usize)>,
+        sent: VecDeque<(usize, Vec<u8>, MessageTag)>,
+        open: VecDeque<(usize, *mut u8, usize, MessageTag)>,
+        /// Transfers whose bytes the next `poll` moves: the receive's slot and memory, and the bytes.
+        moving: Vec<(usize, *mut u8, Vec<u8>)>,
         /// Completions for the next `poll`.
         late: Vec<Completed>,
     }
@@ -529,21 +627,43 @@ pub(crate) mod loopback {
         fn start(&mut self, _num_slots: usize) -> Result<MpiWorld, Failure> {
             Ok(MpiWorld { rank: 0, size: 1, any_thread: true, library: "loopback".into() })
         }
-        unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize, _tag: MessageTag) -> Result<(), Failure> {
-            self.sent.push_back((slot, data.to_vec()));
+        unsafe fn send(&mut self, slot: usize, data: &[u8], _to: usize, tag: MessageTag) -> Result<(), Failure> {
+            self.sent.push_back((slot, data.to_vec(), tag));
             Ok(())
         }
-        unsafe fn recv(&mut self, slot: usize, data: &mut [u8], _tag: MessageTag) -> Result<(), Failure> {
-            self.open.push_back((slot, data.as_mut_ptr(), data.len()));
+        unsafe fn recv(
+            &mut self,
+            slot: usize,
+            data: &mut [u8],
+            _from: Option<usize>,
+            tag: MessageTag,
+        ) -> Result<(), Failure> {
+            self.open.push_back((slot, data.as_mut_ptr(), data.len(), tag));
             Ok(())
         }
         fn poll(&mut self, done: &mut Vec<Completed>) -> Result<(), Failure> {
             let first = done.len();
             done.append(&mut self.late);
-            while !self.sent.is_empty() && !self.open.is_empty() {
-                let (from, bytes) = self.sent.pop_front().expect("it is not empty");
-                let (slot, data, room) = self.open.pop_front().expect("it is not empty");
+            for (slot, data, bytes) in self.moving.drain(..) {
+                // SAFETY: as below.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), data, bytes.len()) };
+                done.push(Completed { slot, source: 0, bytes: bytes.len() });
+            }
+            let find = |(_, _, tag): &(usize, Vec<u8>, MessageTag),
+                        open: &VecDeque<(usize, *mut u8, usize, MessageTag)>| {
+                open.iter().position(|(.., wanted)| wanted == tag)
+            };
+            let next =
+                |wire: &Self| wire.sent.iter().enumerate().find_map(|(at, sent)| Some((at, find(sent, &wire.open)?)));
+            while let Some((sent, open)) = next(self) {
+                let (from, bytes, tag) = self.sent.remove(sent).expect("it was found");
+                let (slot, data, room, _) = self.open.remove(open).expect("it was found");
                 assert!(bytes.len() <= room);
+                if let MessageTag::Transfer(_) = tag {
+                    self.moving.push((slot, data, bytes));
+                    self.late.push(Completed { slot: from, source: 0, bytes: 0 });
+                    continue;
+                }
                 // SAFETY: the buffer has `room` bytes and is this wire's until it is done.
                 unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), data, bytes.len()) };
                 let received = Completed { slot, source: 0, bytes: bytes.len() };

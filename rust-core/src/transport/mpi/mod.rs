@@ -2,8 +2,9 @@
 //! ([`provide`]) and loaded when a job first needs it: for CPU tensors on several hosts. One thread at a time
 //! ([`engine`]) makes the calls of MPI, for all groups of the process.
 //!
-//! - MPI-1: MPI accesses only memory of the engine: one frame for each message, or a part of one. So a message of a group
-//!   can be cancelled at any time, which MPI does not support for memory that was passed to it.
+//! - MPI-1: MPI accesses memory of the engine, one frame for each message or a part of one, so that a message of a group
+//!   can be cancelled at any time, which MPI does not support for memory that was passed to it. Long messages are the
+//!   exception: MPI moves them between the memory of both ends, and a cancellation waits for that (ZCP-3).
 //! - MPI-2: only the engine's thread makes calls that may wait: initialising, finalising and the first message to a
 //!   process, for which MPI may have to look up its address. Callers that send frames or wait for them make the calls that
 //!   do not wait (`MPI_Isend`, `MPI_Irecv`, `MPI_Testsome`), if MPI permits any thread to call it. Waits keep their
@@ -27,6 +28,7 @@ use holder::Holder;
 mod engine;
 mod holder;
 mod message_length;
+mod outbox;
 mod plugin;
 mod provide;
 mod service;
@@ -34,6 +36,7 @@ mod service;
 pub(crate) use engine::Engine;
 #[cfg(test)]
 pub(crate) use engine::loopback;
+pub(crate) use message_length::MessageOptions;
 pub use provide::provide;
 
 /// The engine of this process: a process can initialise MPI only once.

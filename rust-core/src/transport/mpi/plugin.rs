@@ -9,7 +9,7 @@ use super::engine::{Completed, Failure, MessageTag, MpiWorld, Wire};
 use crate::error::{Error, Result};
 
 /// `SMD_MPI_ABI`.
-const ABI: u32 = 3;
+const ABI: u32 = 4;
 
 #[repr(C)]
 struct RawWorld {
@@ -36,7 +36,7 @@ struct PluginTable {
     init: unsafe extern "C" fn(*mut i32) -> i32,
     start: unsafe extern "C" fn(i32, *mut RawWorld) -> i32,
     send: unsafe extern "C" fn(i32, *const c_void, i32, i32, i32) -> i32,
-    recv: unsafe extern "C" fn(i32, *mut c_void, i32, i32) -> i32,
+    recv: unsafe extern "C" fn(i32, *mut c_void, i32, i32, i32) -> i32,
     poll: unsafe extern "C" fn(*mut RawDone, *mut i32) -> i32,
     finish: unsafe extern "C" fn() -> i32,
     describe: unsafe extern "C" fn(i32, *mut c_char, i32),
@@ -116,14 +116,21 @@ impl Wire for Plugin {
     unsafe fn send(&mut self, slot: usize, data: &[u8], to: usize, tag: MessageTag) -> Result<(), Failure> {
         let (start, bytes) = (data.as_ptr().cast(), data.len() as i32);
         // SAFETY: the caller keeps the memory until the slot is complete.
-        let code = unsafe { (self.table.send)(slot as i32, start, bytes, to as i32, tag as i32) };
+        let code = unsafe { (self.table.send)(slot as i32, start, bytes, to as i32, tag.value()) };
         self.check(code)
     }
 
-    unsafe fn recv(&mut self, slot: usize, data: &mut [u8], tag: MessageTag) -> Result<(), Failure> {
+    unsafe fn recv(
+        &mut self,
+        slot: usize,
+        data: &mut [u8],
+        from: Option<usize>,
+        tag: MessageTag,
+    ) -> Result<(), Failure> {
         let (start, bytes) = (data.as_mut_ptr().cast(), data.len() as i32);
+        let from = from.map_or(-1, |from| from as i32);
         // SAFETY: as in `send`.
-        let code = unsafe { (self.table.recv)(slot as i32, start, bytes, tag as i32) };
+        let code = unsafe { (self.table.recv)(slot as i32, start, bytes, from, tag.value()) };
         self.check(code)
     }
 

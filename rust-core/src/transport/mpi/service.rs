@@ -7,21 +7,22 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::engine::{Completed, EngineState, Failure, MessageTag, Wire};
+use super::outbox::QueuedMessage;
 use crate::transport::ports::{DirectReceiveHandle, FRAME_BYTES, PREFIX_BYTES, PortKey, Ports, frame_bytes};
+use crate::transport::zero_copy::ZeroCopyTransfer;
 
 /// Number of receives that are always posted.
 const RECV_SLOTS: usize = 16;
 /// Enough that a few receivers that do not receive leave slots for others, also with many messages for a frame.
-const MAX_SEND_SLOTS: usize = 4096;
+pub(super) const MAX_SEND_SLOTS: usize = 4096;
 
 /// Which thread calls MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Served {
     ByThread,
-    /// A caller does not pass the first frame to a process to MPI, which may wait for its address in that call (MPI-2).
+    /// A caller does not pass the first message for a process to MPI, which may wait for its address in that call (MPI-2).
     ByCaller,
 }
 
@@ -31,6 +32,15 @@ struct OutgoingFrame {
     bytes: Arc<Vec<u8>>,
     /// How many bytes were passed to MPI.
     sent: usize,
+}
+
+/// What a slot of sends is used for. Receives without copies use them, too.
+enum SlotUse {
+    /// A message of a frame for a process.
+    Frame(usize, Arc<Vec<u8>>),
+    /// With its key.
+    Receive(ZeroCopyTransfer, u16),
+    Send(ZeroCopyTransfer),
 }
 
 /// A frame of which the first messages have arrived.
@@ -102,16 +112,17 @@ pub(super) struct MpiService {
     arrived: [Option<(usize, usize)>; RECV_SLOTS],
     /// By sender.
     incoming: HashMap<usize, IncomingFrame>,
-    /// The receiver and the frame of each message that is being sent.
-    sends: Vec<Option<(usize, Arc<Vec<u8>>)>>,
+    sends: Vec<Option<SlotUse>>,
     /// Free slots of sends; the one to use next comes last.
     free: Vec<usize>,
     outgoing: Option<OutgoingFrame>,
-    /// Processes to which frames were sent.
+    /// Processes to which messages were sent.
     known: HashSet<usize>,
     /// Kept for their memory.
     done: Vec<Completed>,
     touched: HashSet<PortKey>,
+    /// Transfers that have ended, with the number of bytes of receives.
+    ended: Vec<(ZeroCopyTransfer, usize)>,
 }
 
 impl MpiService {
@@ -132,6 +143,7 @@ impl MpiService {
             known: HashSet::new(),
             done: Vec::new(),
             touched: HashSet::new(),
+            ended: Vec::new(),
         }
     }
 
@@ -168,7 +180,7 @@ impl MpiService {
             moved = true;
             match slot.checked_sub(RECV_SLOTS) {
                 None => self.arrived[slot] = Some((source, bytes)),
-                Some(slot) => self.end_send(slot, shared),
+                Some(slot) => self.end_slot(slot, bytes, shared),
             }
         }
         self.done = done;
@@ -181,8 +193,14 @@ impl MpiService {
             self.touched.extend(key);
             self.receive(slot, shared.ports.buffers.take())?;
         }
+        for (transfer, bytes) in self.ended.drain(..) {
+            shared.ports.end_transfer(transfer.port, transfer.message, bytes);
+        }
         if !self.touched.is_empty() {
             shared.ports.progress(self.touched.drain());
+        }
+        for (process, key) in shared.ports.take_unanswered() {
+            shared.outbox.lock().answer(process, key);
         }
         // Mailboxes may have sent answers.
         moved |= self.send_waiting(shared, served)?;
@@ -209,24 +227,30 @@ impl MpiService {
         }
     }
 
-    /// Passes queued frames to MPI; returns whether there was one.
+    /// Passes what is queued to MPI; returns whether there was anything.
     pub(super) fn send_waiting(&mut self, shared: &EngineState, served: Served) -> Result<bool, Failure> {
         let mut moved = false;
         // The receiver reads the frame's length from the first message.
-        let message_bytes = shared.message_bytes.load(Ordering::Relaxed).max(PREFIX_BYTES);
+        let message_bytes = shared.options.lock().bytes.max(PREFIX_BYTES);
         while let Some(slot) = self.free.last().copied() {
             let mut frame = match self.outgoing.take() {
                 Some(frame) => frame,
-                None => match self.next_frame(shared, served) {
-                    Some(frame) => frame,
+                None => match self.next_queued(shared, served) {
+                    Some(QueuedMessage::Frame(to, bytes)) => OutgoingFrame { to, bytes: Arc::new(bytes), sent: 0 },
+                    Some(queued) => {
+                        self.free.pop();
+                        self.start_transfer(slot, queued)?;
+                        moved = true;
+                        continue;
+                    }
                     None => break,
                 },
             };
             self.free.pop();
             let start = frame.sent;
             frame.sent = frame.bytes.len().min(start.saturating_add(message_bytes));
-            let (_, bytes) = self.sends[slot].insert((frame.to, frame.bytes.clone()));
-            let message = &bytes[start..frame.sent];
+            self.sends[slot] = Some(SlotUse::Frame(frame.to, frame.bytes.clone()));
+            let message = &frame.bytes[start..frame.sent];
             // SAFETY: the frame stays in the slot until MPI reports it as complete, and is not changed; otherwise it is
             // leaked.
             unsafe { self.wire.send(RECV_SLOTS + slot, message, frame.to, MessageTag::Frames)? };
@@ -238,26 +262,72 @@ impl MpiService {
         Ok(moved)
     }
 
-    fn next_frame(&mut self, shared: &EngineState, served: Served) -> Option<OutgoingFrame> {
-        let mut outbox = shared.outbox.lock();
-        let (to, _) = outbox.frames.front()?;
-        if served == Served::ByCaller && !self.known.contains(to) {
-            return None;
+    /// Passes the memory of a message to MPI.
+    fn start_transfer(&mut self, slot: usize, queued: QueuedMessage) -> Result<(), Failure> {
+        let (tag, slot_use) = match queued {
+            QueuedMessage::Receive(transfer, key) => (MessageTag::Transfer(key), SlotUse::Receive(transfer, key)),
+            QueuedMessage::Send(transfer, key) => (MessageTag::Transfer(key), SlotUse::Send(transfer)),
+            QueuedMessage::Frame(..) => return Ok(()),
+        };
+        match self.sends[slot].insert(slot_use) {
+            SlotUse::Receive(transfer, _) => {
+                // SAFETY: no other code accesses the memory until the transfer has ended, or MPI is given up (ZCP-3). It
+                // is not empty.
+                unsafe {
+                    let memory = std::slice::from_raw_parts_mut(transfer.data, transfer.bytes);
+                    self.wire.recv(RECV_SLOTS + slot, memory, Some(transfer.process), tag)
+                }
+            }
+            SlotUse::Send(transfer) => {
+                let memory: &[u8] = match transfer.bytes {
+                    0 => &[],
+                    // SAFETY: nothing changes the memory until then.
+                    bytes => unsafe { std::slice::from_raw_parts(transfer.data, bytes) },
+                };
+                // SAFETY: as above.
+                unsafe { self.wire.send(RECV_SLOTS + slot, memory, transfer.process, tag) }
+            }
+            SlotUse::Frame(..) => Ok(()),
         }
-        let (to, bytes) = outbox.frames.pop_front()?;
-        self.known.insert(to);
-        Some(OutgoingFrame { to, bytes: Arc::new(bytes), sent: 0 })
     }
 
-    /// Ends a send that is complete; with the last message of a frame, there is space for another one.
-    fn end_send(&mut self, slot: usize, shared: &EngineState) {
-        let Some((to, bytes)) = self.sends[slot].take() else { return };
-        self.free.push(slot);
-        let Ok(buffer) = Arc::try_unwrap(bytes) else { return };
-        shared.send_buffers.put(buffer);
+    fn next_queued(&mut self, shared: &EngineState, served: Served) -> Option<QueuedMessage> {
         let mut outbox = shared.outbox.lock();
-        outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
-        self.touched.extend(outbox.refused.drain());
+        let (process, is_send) = match outbox.queue.front()? {
+            QueuedMessage::Frame(to, _) => (*to, true),
+            QueuedMessage::Receive(transfer, _) => (transfer.process, false),
+            QueuedMessage::Send(transfer, _) => (transfer.process, true),
+        };
+        if served == Served::ByCaller && !self.known.contains(&process) {
+            return None;
+        }
+        if is_send {
+            self.known.insert(process);
+        }
+        outbox.queue.pop_front()
+    }
+
+    /// Ends the use of a slot whose message is complete; with the last message of a frame, there is space for another one.
+    fn end_slot(&mut self, slot: usize, bytes: usize, shared: &EngineState) {
+        let Some(slot_use) = self.sends[slot].take() else { return };
+        self.free.push(slot);
+        match slot_use {
+            SlotUse::Frame(to, bytes) => {
+                let Ok(buffer) = Arc::try_unwrap(bytes) else { return };
+                shared.send_buffers.put(buffer);
+                let mut outbox = shared.outbox.lock();
+                outbox.pending.entry(to).and_modify(|pending| *pending = pending.saturating_sub(1));
+                self.touched.extend(outbox.refused.drain());
+            }
+            SlotUse::Receive(transfer, key) => {
+                shared.outbox.lock().end_receive(key);
+                self.ended.push((transfer, bytes));
+            }
+            SlotUse::Send(transfer) => {
+                shared.outbox.lock().end_send();
+                self.ended.push((transfer, 0));
+            }
+        }
     }
 
     fn receive(&mut self, slot: usize, mut buffer: Vec<u8>) -> Result<(), Failure> {
@@ -265,7 +335,7 @@ impl MpiService {
         self.receives[slot] = buffer;
         self.started.push_back(slot);
         // SAFETY: as in `send_waiting`.
-        unsafe { self.wire.recv(slot, &mut self.receives[slot], MessageTag::Frames) }
+        unsafe { self.wire.recv(slot, &mut self.receives[slot], None, MessageTag::Frames) }
     }
 }
 

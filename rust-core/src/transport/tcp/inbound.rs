@@ -372,6 +372,8 @@ mod tests {
         fn end_direct_receive(&self, _from: usize, _ticket: u64, is_whole: bool) {
             *self.is_whole.lock() = Some(is_whole);
         }
+
+        fn end_transfer(&self, _message: u64, _bytes: usize) {}
     }
 
     /// Passes a frame to a reader in pieces, which reads its body to the memory of a receive. Returns the body.

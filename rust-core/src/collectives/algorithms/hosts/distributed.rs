@@ -19,7 +19,8 @@
 //!   measurement ([`depth`](crate::collectives::depth)). It has posted receives for as many pieces, but not more: their
 //!   memory is used in turn, and little memory stays in the cache. What others send earlier is buffered. Where members
 //!   do not get results, nothing tells the sender how far the reducer is. Then only the transport limits it, and as many
-//!   receives as possible are posted.
+//!   receives as possible are posted. Of pieces that are longer than a frame, only two may be received at
+//!   once; their senders keep the others.
 
 use std::collections::VecDeque;
 
@@ -28,6 +29,7 @@ use crate::buffer::{DType, ReduceOp, TensorView};
 use crate::collectives::call::{Call, Kind};
 use crate::collectives::depth::{DepthTimer, MAX_DEPTH, ReductionSize};
 use crate::collectives::kernels::{self, Fold, FoldStage};
+use crate::collectives::scratch::MAX_KEPT_BYTES;
 use crate::collectives::{Group, Request, call_exchange};
 use crate::error::Result;
 use crate::transport::ports::PAYLOAD_BYTES;
@@ -38,6 +40,9 @@ const TAG_RESULT: Tag = 8 << 40;
 
 /// The smallest piece that is worth a message of its own.
 const MIN_PIECE_BYTES: usize = 16 << 10;
+/// The memory for the values of one piece from all peers, if messages are moved without copies: pieces are as long as
+/// that allows, since each message has to be announced.
+const ZERO_COPY_PIECE_BYTES: usize = 2 << 20;
 
 /// Whether `call` is reduced here: each host has one member, and there are few enough for each to receive from all
 /// others. A reduce to one member only between two: with more hosts, that member would receive a tensor from each of
@@ -50,23 +55,28 @@ pub(super) fn accepts(call: &Call, group: &Group<'_>) -> bool {
 /// Runs a reduction whose calls all members have compared.
 pub(super) fn run(request: &Request, call: &Call, group: &Group<'_>) -> Result<()> {
     let (me, members) = (group.members.me, group.members.size());
+    let max_piece = match group.transport.is_zero_copy() {
+        true => (ZERO_COPY_PIECE_BYTES / (members - 1).max(1) / 64 * 64).max(PAYLOAD_BYTES),
+        false => PAYLOAD_BYTES,
+    };
     let mut to_all = true;
     let (pieces, op) = match request {
         Request::AllReduce { input, output, op } => {
-            (pieces_in_turn(input.bytes(), input.ptr(), output.ptr(), members), op)
+            (pieces_in_turn(input.bytes(), input.ptr(), output.ptr(), members, max_piece), op)
         }
         Request::AllReduceWindow { window, op, .. } => {
             let own = super::window_parts(window, call.bytes(), group)?[0];
-            (pieces_in_turn(call.bytes(), own, own, members), op)
+            (pieces_in_turn(call.bytes(), own, own, members, max_piece), op)
         }
         Request::Reduce { input, output, op, root } => {
             to_all = false;
-            (pieces_of_block(input, (*root == me).then_some(output), *root), op)
+            (pieces_of_block(input, (*root == me).then_some(output), *root, max_piece), op)
         }
         Request::ReduceScatter { inputs, output, op } => {
             to_all = false;
             let blocks = inputs.iter().enumerate();
-            (blocks.flat_map(|(to, block)| pieces_of_block(block, (to == me).then_some(output), to)).collect(), op)
+            let pieces_to = |(to, block)| pieces_of_block(block, (to == me).then_some(output), to, max_piece);
+            (blocks.flat_map(pieces_to).collect(), op)
         }
         _ => unreachable!("`accepts` takes reductions only"),
     };
@@ -88,9 +98,16 @@ struct ReducedPiece {
     reducer: usize,
 }
 
-/// Cuts `bytes` bytes at `input` into pieces, which the members reduce in turn. The result goes to `output`.
-fn pieces_in_turn(bytes: usize, input: *const u8, output: *mut u8, members: usize) -> Vec<ReducedPiece> {
-    let cut = piece_bytes(bytes.div_ceil(members));
+/// Cuts `bytes` bytes at `input` into pieces of at most `max_piece` bytes, which the members reduce in turn. The result
+/// goes to `output`.
+fn pieces_in_turn(
+    bytes: usize,
+    input: *const u8,
+    output: *mut u8,
+    members: usize,
+    max_piece: usize,
+) -> Vec<ReducedPiece> {
+    let cut = piece_bytes(bytes.div_ceil(members), max_piece);
     let starts = (0..bytes).step_by(cut).enumerate();
     starts
         .map(|(index, start)| ReducedPiece {
@@ -103,8 +120,13 @@ fn pieces_in_turn(bytes: usize, input: *const u8, output: *mut u8, members: usiz
 }
 
 /// Cuts a block into pieces, which `reducer` reduces; only that member has an output.
-fn pieces_of_block(block: &TensorView, output: Option<&TensorView>, reducer: usize) -> Vec<ReducedPiece> {
-    let cut = piece_bytes(block.bytes());
+fn pieces_of_block(
+    block: &TensorView,
+    output: Option<&TensorView>,
+    reducer: usize,
+    max_piece: usize,
+) -> Vec<ReducedPiece> {
+    let cut = piece_bytes(block.bytes(), max_piece);
     let starts = (0..block.bytes()).step_by(cut);
     starts
         .map(|start| ReducedPiece {
@@ -117,9 +139,10 @@ fn pieces_of_block(block: &TensorView, output: Option<&TensorView>, reducer: usi
 }
 
 /// The length of pieces if one member reduces `share` bytes. Few long pieces are faster than many short ones, even if a
-/// member then has a single one. Each fits one frame, so that no message has to be announced before it is sent.
-fn piece_bytes(share: usize) -> usize {
-    share.next_multiple_of(64).clamp(MIN_PIECE_BYTES, PAYLOAD_BYTES)
+/// member then has a single one. Each fits one frame, so that no message has to be announced before it is sent, unless
+/// messages are moved without copies.
+fn piece_bytes(share: usize, max_piece: usize) -> usize {
+    share.next_multiple_of(64).clamp(MIN_PIECE_BYTES, max_piece)
 }
 
 /// A member and the messages between it and this one.
@@ -161,6 +184,8 @@ struct DistributedReduction<'a> {
     own: Vec<usize>,
     posted: usize,
     done: usize,
+    /// How many bytes of the next one are reduced.
+    folded: usize,
     incoming: VecDeque<IncomingValues>,
     outgoing: Vec<OutgoingMessage>,
     depth: DepthTimer<'a>,
@@ -207,6 +232,7 @@ impl<'a> DistributedReduction<'a> {
             own,
             posted: 0,
             done: 0,
+            folded: 0,
             incoming: VecDeque::new(),
             outgoing: Vec::new(),
             depth,
@@ -223,27 +249,36 @@ impl<'a> DistributedReduction<'a> {
                 Some(Ok(_)) => {}
             }
         }
-        let IncomingValues { memory, .. } = self.incoming.pop_front().expect("it has a front");
         let piece = &self.pieces[self.own[self.done]];
-        self.done += 1;
-        let me = self.group.members.me;
-        let mut received = (0..self.peers.len()).map(|place| values_at(&memory, piece.bytes, place));
+        let (start, me) = (self.folded, self.group.members.me);
+        // Other messages are moved between the parts of a long piece.
+        let bytes = PAYLOAD_BYTES.min(piece.bytes - start);
+        let mut received = (0..self.peers.len()).map(|place| values_at(&values.memory, piece.bytes, place));
         let sources: Vec<*const u8> = (0..self.group.members.size())
             .map(|member| if member == me { piece.input } else { received.next().expect("there is one for each peer") })
+            .map(|values| values.wrapping_add(start))
             .collect();
-        let next = self.own.get(self.done).map_or(std::ptr::null(), |next| self.pieces[*next].input);
+        let next = self.own.get(self.done + 1).map_or(std::ptr::null(), |next| self.pieces[*next].input);
+        let is_last = start + bytes == piece.bytes;
         let fold = Fold {
             dtype: self.dtype,
             op: self.op,
             sources: &sources,
             stage: FoldStage::Whole,
-            outputs: &[piece.output],
-            elems: piece.bytes / self.dtype.size(),
-            prefetch: next,
+            outputs: &[piece.output.wrapping_add(start)],
+            elems: bytes / self.dtype.size(),
+            prefetch: if is_last { next } else { std::ptr::null() },
         };
         // SAFETY: the values have arrived, aligned, with as many bytes each; the output is this member's input or apart
         // from all sources.
         unsafe { kernels::fold(&fold) };
+        if !is_last {
+            self.folded += bytes;
+            return Ok(true);
+        }
+        self.folded = 0;
+        self.done += 1;
+        let IncomingValues { memory, .. } = self.incoming.pop_front().expect("it has a front");
         self.group.scratch.put(memory);
         if self.to_all {
             for peer in &self.peers {
@@ -316,6 +351,13 @@ impl MessageSteps for DistributedReduction<'_> {
         let open = if self.to_all { self.depth.pieces() } else { MAX_DEPTH };
         while self.posted < self.own.len().min(self.done + open) {
             let bytes = self.pieces[self.own[self.posted]].bytes;
+            // While two long pieces are being received, the next one waits with its sender, unless the memory that the
+            // group keeps is enough for it, too.
+            let is_long =
+                bytes > PAYLOAD_BYTES && (self.incoming.len() + 1) * bytes * self.peers.len() > MAX_KEPT_BYTES;
+            if is_long && self.incoming.len() >= 2 {
+                break;
+            }
             let mut memory = self.group.scratch.take(bytes.next_multiple_of(16) * self.peers.len());
             let start: *mut u8 = memory.as_mut_ptr().cast();
             let messages = (self.peers.iter().enumerate())
@@ -386,7 +428,7 @@ mod tests {
         let start: *mut u8 = std::ptr::without_provenance_mut(4096);
         for bytes in [0, 16, 16 << 10, 100_000, 1 << 20, 3 << 20] {
             for members in [2, 3, 8] {
-                let pieces = pieces_in_turn(bytes, start, start, members);
+                let pieces = pieces_in_turn(bytes, start, start, members, PAYLOAD_BYTES);
                 assert_eq!(check(&pieces, start), bytes);
                 let reduced = |member: usize| pieces.iter().filter(|piece| piece.reducer == member).count();
                 assert!(reduced(0) - reduced(members - 1) <= 1, "{bytes} {members}");
@@ -394,7 +436,7 @@ mod tests {
             // SAFETY: nothing reads the memory.
             let block = unsafe { TensorView::new(start, bytes, DType::UInt8, Device::Cpu, 0) }.unwrap();
             for output in [None, Some(&block)] {
-                let pieces = pieces_of_block(&block, output, 1);
+                let pieces = pieces_of_block(&block, output, 1, PAYLOAD_BYTES);
                 assert_eq!(check(&pieces, start), bytes);
                 assert!(pieces.iter().all(|piece| piece.reducer == 1 && piece.output.is_null() == output.is_none()));
             }
