@@ -59,7 +59,7 @@ impl RandomNetwork {
         let member = self.random(2);
         match self.random(4) {
             0 => {
-                self.frames[member].lock().may_arrive += 1;
+                self.frames[member].lock().may_arrive += 1 + self.random(6);
                 self.mailbox(member).progress();
             }
             1 => self.move_bytes(),
@@ -110,7 +110,7 @@ impl Link for RandomLink {
     }
     unsafe fn push(&self, to: usize, header: Header, payload: *const u8) -> bool {
         let mut frames = self.network.frames[to].lock();
-        if frames.frames.len() >= 3 {
+        if frames.frames.len() >= 8 {
             return false;
         }
         let bytes = match header[4] {
@@ -182,6 +182,13 @@ struct MessageInMemory {
     is_cancelled: bool,
 }
 
+/// What a program cancels.
+#[derive(Clone, Copy)]
+struct Cancels {
+    sends: bool,
+    receives: bool,
+}
+
 /// What a program does next.
 #[derive(Clone, Debug)]
 enum MessageStep {
@@ -192,13 +199,13 @@ enum MessageStep {
     Steps(usize),
 }
 
-fn action(cancels_sends: bool) -> impl Strategy<Value = MessageStep> {
+fn step(cancels: Cancels) -> impl Strategy<Value = MessageStep> {
     let bytes = prop_oneof![Just(1usize), Just(90), Just(150), Just(300)];
     prop_oneof![
         4 => (0..2usize, 1..3u64, bytes).prop_map(|(member, tag, bytes)| MessageStep::Send { member, tag, bytes }),
         4 => (0..2usize, 1..3u64).prop_map(|(member, tag)| MessageStep::Receive { member, tag }),
-        u32::from(cancels_sends) * 2 => (0..100usize).prop_map(MessageStep::CancelSend),
-        2 => (0..100usize).prop_map(MessageStep::CancelReceive),
+        u32::from(cancels.sends) * 3 => (0..100usize).prop_map(MessageStep::CancelSend),
+        u32::from(cancels.receives) * 3 => (0..100usize).prop_map(MessageStep::CancelReceive),
         4 => (1..30usize).prop_map(MessageStep::Steps),
     ]
 }
@@ -208,7 +215,7 @@ fn number(memory: &[u8]) -> u8 {
     memory[0]
 }
 
-fn run(seed: u64, actions: &[MessageStep], cancels_sends: bool) {
+fn run(seed: u64, actions: &[MessageStep], cancels: Cancels) {
     let network = Arc::new(RandomNetwork { random: Mutex::new(seed), ..RandomNetwork::default() });
     let mailboxes = [0, 1].map(|member| {
         let link = RandomLink { member, network: network.clone() };
@@ -289,7 +296,11 @@ fn run(seed: u64, actions: &[MessageStep], cancels_sends: bool) {
         sorted.sort_unstable();
         sorted.dedup();
         assert_eq!(sorted.len(), received.len(), "a message was received twice");
-        if !cancels_sends {
+        let is_sent = |it: &&MessageInMemory| it.member != member && it.tag == tag && it.message.poll().is_some();
+        if !cancels.receives && open_receives > 0 {
+            assert_eq!(sends.iter().filter(is_sent).count(), received.len(), "a message with tag {tag} was lost");
+        }
+        if !cancels.sends {
             assert_eq!(sorted, received, "messages with tag {tag} overtook each other");
         }
     }
@@ -300,14 +311,22 @@ proptest! {
 
     /// Messages with equal tags stay in order, arrive once and whole, and no memory is used after a cancellation.
     #[test]
-    fn messages_arrive_once_and_in_order(seed: u64, actions in prop::collection::vec(action(false), 1..60)) {
-        run(seed >> 1, &actions, false);
+    fn messages_arrive_once_and_in_order(seed: u32, steps in prop::collection::vec(step(RECEIVES), 1..80)) {
+        run(seed.into(), &steps, RECEIVES);
     }
 
-    /// The same without the order: a receive whose message is withdrawn takes a later one than receives behind it may
-    /// have.
+    /// Here a receive whose message is withdrawn may take a later one than receives behind it.
     #[test]
-    fn messages_arrive_once_though_some_are_withdrawn(seed: u64, actions in prop::collection::vec(action(true), 1..60)) {
-        run(seed >> 1, &actions, true);
+    fn messages_arrive_though_others_are_withdrawn(seed: u32, steps in prop::collection::vec(step(SENDS), 1..80)) {
+        run(seed.into(), &steps, SENDS);
+    }
+
+    #[test]
+    fn both_ends_cancel_messages(seed: u32, steps in prop::collection::vec(step(BOTH), 1..80)) {
+        run(seed.into(), &steps, BOTH);
     }
 }
+
+const RECEIVES: Cancels = Cancels { sends: false, receives: true };
+const SENDS: Cancels = Cancels { sends: true, receives: false };
+const BOTH: Cancels = Cancels { sends: true, receives: true };
