@@ -128,6 +128,7 @@ def test_the_default_silence_is_short_enough(start, monkeypatch):
 
 
 @needs_mpi
+@pytest.mark.more
 @pytest.mark.parametrize("disappears", ["killed", "cut off"])
 def test_a_long_reduction_over_mpi_ends_with_the_host_that_disappears(disappears):
     """MPI is then moving bytes between the tensors of both hosts."""

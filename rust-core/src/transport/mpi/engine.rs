@@ -324,21 +324,25 @@ impl Carrier for Engine {
 
     fn has_transfers(&self, gives_up: bool) -> bool {
         let shared = &self.shared;
-        // The thread has the lock during calls that may wait, such as the end of MPI when the process is about to end.
+        // A death ends the use of MPI (MPI-3), also if another thread is in a call that has not noticed it.
+        let gives_up = gives_up || shared.ports.somebody_departed();
+        // A thread has the lock during a call, which may wait, such as the end of MPI.
         let patience = if gives_up { LOCK_TIMEOUT } else { SHORT_PAUSE };
-        let Some(mut service) = shared.service.try_lock_for(patience) else {
+        let is_given_up = || shared.failed.get().is_some();
+        let lock = if is_given_up() { shared.service.try_lock() } else { shared.service.try_lock_for(patience) };
+        let Some(mut service) = lock else {
             if gives_up {
-                // That call is the last one ([`EngineState::guard`]).
                 let _ = shared.failed.set(not_cancelled());
-                shared.await_hardware();
             }
-            return !gives_up;
+            if is_given_up() {
+                // That call is the last one ([`EngineState::guard`]).
+                shared.await_hardware();
+                return false;
+            }
+            return true;
         };
         if gives_up && service.is_some() {
             shared.abandon(&mut service, not_cancelled());
-        }
-        if service.is_some() && shared.ports.somebody_departed() {
-            shared.abandon_after_departure(&mut service);
         }
         if service.is_none() {
             drop(service);
