@@ -291,7 +291,7 @@ impl Ports {
         Some(key)
     }
 
-    /// Notes the key in a frame that nobody takes, if there is one.
+    /// If a frame for a closed port contains a key, records that the carrier must answer it (ZCP-2).
     fn note_unanswered(&self, source: usize, header: &Header) {
         if let Some(key) = mailbox::key_of(header) {
             self.unanswered.lock().push((source, key));

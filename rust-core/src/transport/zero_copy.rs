@@ -6,23 +6,22 @@
 //! receiver    (starts the transfer) <-- Cts{id, slot, key}
 //! ```
 //!
-//! - ZCP-1: the receiver starts its transfer before it sends the key, so what is sent under a key finds its memory. A
-//!   transfer ends when both carriers make progress, whatever callers do.
+//! - ZCP-1: the receiver posts its receive in the carrier before it sends the key. So the receive is always posted when
+//!   the message under that key arrives. A transfer ends when both carriers make progress, whatever callers do.
 //! - ZCP-2: each key is answered by exactly one message. If the send was cancelled or its group closed before the key
 //!   arrived, that message is empty. The receive then waits for the next message with its tag, as after a withdrawal
 //!   (MBX-3); until then, no later receive with this tag takes a message.
-//! - ZCP-3: a carrier cannot take memory away from a transfer. So a cancellation waits for its end, at most
-//!   [`cancel_timeout`]. Then, and when a process of the job has died, the carrier is given up: MPI is not called any
-//!   more. MPI moves bytes in its calls. Where network cards move them, they end what they have begun without calls, for
-//!   which a cancellation leaves [`HARDWARE_TIME`] from when the carrier was given up. What remains is a process that is
-//!   alive but was stopped for longer than both times, on a network where the sender's card writes to the receiver's
-//!   memory: when it continues, it may still write.
+//! - ZCP-3: a transfer that has started cannot be aborted. So a cancellation waits for its end, at most
+//!   [`cancel_timeout`]. After that time, or when a process of the job has died, MPI is not called any more. Over TCP, MPI
+//!   copies bytes only during its calls. Over RDMA, network cards may complete transfers without a call, so a
+//!   cancellation also waits until [`HARDWARE_TIME`] has passed since the last call. One case is not covered: over RDMA, a
+//!   sender that was stopped for longer than both times, and then continues, may still write to the receiver's memory.
 
 use std::time::Duration;
 
 use super::ports::PortKey;
 
-/// How long a network card may need for what it has begun.
+/// Time for network cards to complete transfers after the last call of MPI.
 pub(super) const HARDWARE_TIME: Duration = Duration::from_millis(500);
 
 /// How long a cancellation waits for a transfer of `bytes` bytes between processes that seem to be alive: longer than the

@@ -248,7 +248,7 @@ impl Engine {
         }
     }
 
-    /// Sends in this way from now on. Groups that were created before go on with or without copies.
+    /// Sets how messages are sent. Groups that exist already keep their choice between zero copy and frames.
     pub(crate) fn set_options(&self, options: MessageOptions) {
         *self.shared.options.lock() = options;
     }
@@ -438,7 +438,8 @@ impl EngineState {
         }
     }
 
-    /// Passes what is queued to MPI. If another thread holds the service, that looks at the queue after it has released it.
+    /// Passes queued messages to MPI. If another thread has the service's lock, this does nothing: that thread checks the
+    /// queue again after it has released the lock.
     fn send_as_caller(&self) {
         while self.any_thread() && !self.outbox.lock().queue.is_empty() {
             let Some(mut service) = self.service.try_lock() else { return };
@@ -482,7 +483,7 @@ impl EngineState {
         self.wake_thread();
     }
 
-    /// Waits until network cards have ended what they had begun when MPI was given up.
+    /// Waits until [`HARDWARE_TIME`] has passed since MPI was last called, for transfers by network cards.
     fn await_hardware(&self) {
         let given_up_at = *self.given_up_at.get_or_init(Instant::now);
         std::thread::sleep((given_up_at + HARDWARE_TIME).saturating_duration_since(Instant::now()));

@@ -227,7 +227,7 @@ impl MpiService {
         }
     }
 
-    /// Passes what is queued to MPI; returns whether there was anything.
+    /// Passes queued messages to MPI; returns whether there were any.
     pub(super) fn send_waiting(&mut self, shared: &EngineState, served: Served) -> Result<bool, Failure> {
         let mut moved = false;
         // The receiver reads the frame's length from the first message.
