@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from support import Forked, more, run_ranks
+from support import Forked, missing, more, run_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-LAUNCHED = [("smdrun", "env://"), more("torchrun", "env://"), ("raw", "file"), ("raw", "tcp"), ("raw", "store")]
+LAUNCHED = [
+    ("smdrun", "env://"),
+    ("mpirun", "env://"),
+    more("torchrun", "env://"),
+    more("slurm", "env://"),
+    ("raw", "file"),
+    ("raw", "tcp"),
+    ("raw", "store"),
+]
 
 
 def _init(backend="smddp", **arguments):
@@ -54,6 +62,9 @@ def _init_and_communicate(how, place):
     import os
     from datetime import timedelta
 
+    import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+
+    # mpirun and srun set neither; the import does.
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     arguments = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=30)}
     if how == "env://":
@@ -89,6 +100,8 @@ def _init_and_communicate(how, place):
 def test_init_methods_and_launchers(launcher, how, tmp_path):
     import socket
 
+    if reason := missing(launcher):
+        pytest.skip(reason)
     place = str(tmp_path / "store")
     if how == "tcp":
         with socket.socket() as free:

@@ -6,6 +6,9 @@
 Everything in PyTorch that works over process groups then works over OpenSMD's core: DistributedDataParallel, FSDP,
 DTensor, functional collectives. Groups of other backends may exist beside it.
 
+Scripts of any launcher find ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the
+environment after this import: it sets those that ``mpirun`` and ``srun`` leave out.
+
 ``init_process_group`` joins the job by itself: through the launcher's variables where they name this rank, otherwise
 through the store (``init_method="file://.."``, ``store=..``). If ``smdistributed...init_process_group()`` was called
 before, both share one session, and must agree about rank and size. A collective that fails raises
@@ -18,6 +21,7 @@ and forward all other calls (:mod:`._c10d`).
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from smdistributed import _core
@@ -63,3 +67,6 @@ if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _c10d.install()
     _accelerate.install()
+
+if "RANK" not in os.environ and _core.is_launched():
+    lifecycle.export_environment()
