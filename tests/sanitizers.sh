@@ -12,6 +12,8 @@ triple=$(rustc -vV | sed -n 's/^host: //p')
 default='collectives::tests::shm transport:: world::store reducer::tests'
 filter=${2:-$default}
 
+suppressions=$PWD/tests/tsan.supp
+
 say() { echo "sanitizers: $*" >&2; }
 
 has_nightly() { rustc "+$toolchain" --version >/dev/null 2>&1; }
@@ -25,7 +27,9 @@ sanitized() {
         std=""
         say "the component rust-src is missing: the standard library is not instrumented"
         say "(rustup component add --toolchain $toolchain rust-src)"
+        suppressions=$PWD/tests/tsan_std.supp
     fi
+    export TSAN_OPTIONS="suppressions=$suppressions:halt_on_error=0:exitcode=66:${TSAN_OPTIONS:-}"
     # shellcheck disable=SC2086  # a list of words
     CARGO_INCREMENTAL=0 RUSTFLAGS="-Zsanitizer=$1 -Cunsafe-allow-abi-mismatch=sanitizer" \
         CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/sanitizers-$1" \
@@ -54,7 +58,6 @@ asan)
     ;;
 tsan)
     if has_nightly; then
-        export TSAN_OPTIONS="suppressions=$PWD/tests/tsan.supp:halt_on_error=0:exitcode=66:${TSAN_OPTIONS:-}"
         sanitized thread
     else
         # helgrind knows no atomics: it reports every lock-free access of the core and of the standard library.
