@@ -1,4 +1,4 @@
-// Converts TensorFlow's tensors to the core's views. No other file looks inside a tensor.
+// Converts TensorFlow's tensors to the core's views.
 #pragma once
 
 #include <cstdint>

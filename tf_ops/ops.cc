@@ -5,10 +5,10 @@
 // same operations in the same order.
 //
 // - TF-1: order. Operations are stateful, so nothing removes, merges or folds one. In a `tf.function`, TensorFlow
-//   chains stateful operations that take no resource in the order in which the body names them, each waiting for the
-//   one before it, and so it does with calls of functions, branches and loops, unless these take a resource such as a
-//   variable: they are ordered after other users of that resource only. `tensorflow/ordering.py` puts those which
-//   contain operations of this library into the chain. In a graph of TensorFlow 1 nothing is chained: there the script
+//   chains stateful operations without resources in the order of the body: each waits for the one before it. Calls of
+//   functions, branches and loops join this chain too, unless they use a resource such as a variable; then they are
+//   ordered only after other users of that resource. `tensorflow/ordering.py` adds those that contain operations of
+//   this library to the chain. In a graph of TensorFlow 1 nothing is chained: there the script
 //   orders by control dependencies, or by values. Operations with a name (SmdNamed..) are not stateful and have no
 //   order: ranks find each other's by name. Horovod's operations have names, too, and are stateful:
 //   `horovod/tensorflow/mpi_ops.py` takes them out of the chain.

@@ -1,4 +1,4 @@
-// Converts PyTorch's tensors to the core's views. No other file looks inside a tensor.
+// Converts PyTorch's tensors to the core's views.
 #pragma once
 
 #include <ATen/core/Tensor.h>

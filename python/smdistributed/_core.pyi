@@ -184,8 +184,9 @@ def is_this_host(name: str) -> bool:
 
 def next_hosts_update(seconds: float) -> tuple[float, int] | None:
     """
-    Returns when the launcher of an elastic job found changed hosts, in seconds since 1970, and whether places were
-    removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a session.
+    Returns the time, in seconds since 1970, at which the launcher of an elastic job found changed hosts, and whether
+    places were removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a
+    session.
     """
 
 def declined_rounds(seen: int, seconds: float) -> int:

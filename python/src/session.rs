@@ -164,8 +164,9 @@ fn interrupt(py: Python<'_>) -> PyResult<()> {
     })
 }
 
-/// Returns when the launcher of an elastic job found changed hosts, in seconds since 1970, and whether places were
-/// removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a session.
+/// Returns the time, in seconds since 1970, at which the launcher of an elastic job found changed hosts, and whether
+/// places were removed (1), added (2) or both (3); waits at most `seconds`. `None` if nothing changed, or without a
+/// session.
 #[pyfunction]
 fn next_hosts_update(py: Python<'_>, seconds: f64) -> PyResult<Option<(f64, u8)>> {
     let timeout = Duration::try_from_secs_f64(seconds).unwrap_or_default();

@@ -80,7 +80,7 @@ settings! {
     DYNAMIC_PROCESS_SETS = "SMD_DYNAMIC_PROCESS_SETS", ["HOROVOD_DYNAMIC_PROCESS_SETS"], "0",
         "1: process sets of `horovod` may be added and removed after `init()`.";
     TIMELINE = "SMD_TIMELINE", [], "",
-        "Path of a Chrome trace with the operations of all ranks; open it in Perfetto.";
+        "Path of a Chrome trace with the operations of all ranks of a host; open it in Perfetto.";
     NAMES_TIMELINE = "SMD_NAMES_TIMELINE", ["HOROVOD_TIMELINE"], "",
         "Path of a Chrome trace of collectives by name in the format of Horovod's timelines, written by rank 0. `DYNAMIC`: starts with `start_timeline`.";
     NAMES_TIMELINE_MARK_CYCLES = "SMD_NAMES_TIMELINE_MARK_CYCLES", ["HOROVOD_TIMELINE_MARK_CYCLES"], "0",
@@ -190,7 +190,7 @@ impl Setting {
         let (name, text) = self.named();
         match text.parse::<u64>() {
             Ok(bytes) if bytes > 0 && bytes.is_multiple_of(grain) => Ok(bytes),
-            _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a multiple of {grain} bytes"))),
+            _ => Err(Error::Config(format!("`{name}` is `{text}`: expected a positive multiple of {grain} bytes"))),
         }
     }
 

@@ -5,8 +5,8 @@
 //!
 //! - LSC-1: a dynamic scale is divided by `factor` in a step whose gradients overflow, and multiplied by it after
 //!   `window` steps in a row without an overflow.
-//! - LSC-2: it tolerates `delayed_shift - 1` overflows before each division. The tolerance is renewed when the scale
-//!   grows; if `consecutive_hysteresis`, every step without an overflow renews it.
+//! - LSC-2: the first `delayed_shift - 1` overflows do not divide it; every later one does. The count starts again when
+//!   the scale grows; if `consecutive_hysteresis`, also after every step without an overflow.
 
 use crate::error::{Error, Result};
 

@@ -22,7 +22,7 @@ struct Held {
   static bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-// TensorFlow copies the elements of a variant tensor between devices. The object itself keep_on_host on the host.
+// TensorFlow copies the elements of a variant tensor between devices. The object itself stays on the host.
 template <class T>
 absl::Status keep_on_host(const Held<T>& from, Held<T>* to,
                           const tensorflow::UnaryVariantOpRegistry::AsyncTensorDeviceCopyFn&) {

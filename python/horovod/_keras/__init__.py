@@ -153,7 +153,6 @@ class _Keras3(_Methods, views.Keras3):
         name: str | None = None,
         experimental_aggregate_gradients: bool = True,
         skip_gradients_aggregation: bool = False,
-        **kwargs: Any,
     ) -> Any:
         if skip_gradients_aggregation or not experimental_aggregate_gradients:
             grads_and_vars = self._mark_pairs_reduced(grads_and_vars)
@@ -203,6 +202,8 @@ class _TfKeras(_Skipping, views.TfKeras):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: tf.GradientTape | None = None
     ) -> list[tuple[Any, Any]]:
+        if grad_loss is not None:
+            raise ValueError("`grad_loss` is not supported: optimizers of tf_keras have no such argument")
         return self.compute_gradients(loss, var_list, tape)
 
     def apply_gradients(

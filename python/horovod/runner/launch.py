@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add("--mpi-args", help="additional arguments of mpirun")
     flag(parser, "--tcp", dest="tcp_flag", default=none, help="with --mpi: TCP only")
     add("--binding-args", help="with --mpi: how processes are bound")
-    add("--num-nccl-streams", type=int, help="passed to NCCL as HOROVOD_NUM_NCCL_STREAMS")
+    add("--num-nccl-streams", type=int, help="accepted and ignored")
     add("--thread-affinity", help="comma-separated core numbers, one for each process of a host")
     add("--gloo-timeout-seconds", type=int, help="seconds until all processes must have joined")
     add("--log-level", choices=config_parser.LOG_LEVELS, help="log level of the core")
@@ -300,6 +301,23 @@ def run_controller(
         raise ValueError("Neither MPI nor Gloo support has been built.  No framework is installed.")
 
 
+#: Options by their names in the namespace: those of elastic jobs, and those of MPI's launchers.
+_ELASTIC_OPTIONS = {
+    "max_num_proc": "--max-np",
+    "slots": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+}
+_MPI_OPTIONS = {"mpi_args": "--mpi-args", "tcp_flag": "--tcp", "binding_args": "--binding-args"}
+
+
+def _warn_ignored(args: argparse.Namespace, options: dict[str, str], reason: str) -> None:
+    given = [option for name, option in options.items() if getattr(args, name, None)]
+    if given:
+        warnings.warn(f"without effect: {', '.join(given)}. {reason}", stacklevel=2)
+
+
 def _is_elastic(args: argparse.Namespace) -> bool:
     return args.host_discovery_script is not None or args.min_num_proc is not None
 
@@ -366,7 +384,10 @@ def _check_all_hosts_ssh_successful(
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    start = args.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT", "30"))
+    text = os.environ.get("HOROVOD_START_TIMEOUT", "30")
+    if not text.isdecimal():
+        raise ValueError(f"`HOROVOD_START_TIMEOUT` is `{text}`: expected a number of seconds")
+    start = args.start_timeout or int(text)
     return {
         "verbose": 2 if args.verbose else 0,
         "ssh_port": args.ssh_port,
@@ -430,6 +451,9 @@ def _run_static(args: argparse.Namespace) -> None:
     if args.num_proc < 1:
         raise ValueError(f"the number of processes is {args.num_proc}: expected at least one")
     listed = listed or f"localhost:{args.num_proc}"
+    _warn_ignored(args, _ELASTIC_OPTIONS, "Only jobs with --min-np or --host-discovery-script are elastic")
+    if not (args.use_mpi or args.use_jsrun):
+        _warn_ignored(args, _MPI_OPTIONS, "MPI starts processes only with --mpi or --jsrun")
     names, _ = hosts.parse_hosts_and_slots(listed)
     hosts.get_host_assignments(hosts.parse_hosts(listed), args.num_proc)
     settings = hvd_settings.Settings(hosts=listed, **_settings(args))

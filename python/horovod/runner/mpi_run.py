@@ -198,6 +198,8 @@ def mpi_run(
     if found[0] is None:
         raise Exception(_MISSING_TEXT)
     env = dict(env or {})
+    if settings.tcp_flag:
+        env["NCCL_IB_DISABLE"] = "1"
     # Only names: mpirun gets the values in its environment, because any user can read command lines.
     exported = [name for name in sorted(env) if is_exportable(name) and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
     for name in ("PATH", "PYTHONPATH"):

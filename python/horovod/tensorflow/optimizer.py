@@ -10,12 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.basics import warn_once
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.collectives import allreduce
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, _operations
 from horovod.tensorflow.mpi_ops import Adasum, Average
-from horovod.tensorflow.reduction import Reduction, resolve_groups
+from horovod.tensorflow.reduction import Reduction, check_predivide, resolve_groups
 from horovod.tensorflow.util import is_active
 
 
@@ -250,6 +251,14 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         if average_aggregated_gradients:
             raise ValueError("Adasum does not support average_aggregated_gradients == True")
+        check_predivide(gradient_predivide_factor, op)
+        for argument, is_given in (
+            ("groups", groups is not None),
+            ("sparse_as_dense", sparse_as_dense),
+            ("scale_local_gradients", not scale_local_gradients),
+        ):
+            if is_given:
+                warn_once(f"`{argument}` has no effect with op=Adasum, which combines the updates of whole variables")
         devices = {"device_dense": device_dense, "device_sparse": device_sparse}
         return _DistributedAdasumOptimizer(optimizer, name, use_locking, compression, devices, backward_passes_per_step)
     reduction = Reduction(

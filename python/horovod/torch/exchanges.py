@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _submit
+from horovod.torch.handles import _NOTHING, _first, _in_host_memory, _kept, _number, _Pending, _submit
 
 # isort: split
 import torch
@@ -38,8 +38,7 @@ def _gather(
     def back(outputs: list[torch.Tensor]) -> Any:
         return finish([output.to(device) for output, device in zip(outputs, devices, strict=True)])
 
-    # The core gathers by name only in host memory.
-    return _submit(_ALL_GATHER, [tensor.cpu() for tensor in tensors], *arguments, finish=back)
+    return _submit(_ALL_GATHER, _in_host_memory(kind, tensors), *arguments, finish=back)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -343,8 +342,7 @@ def _exchange(tensor: torch.Tensor, splits: Any, name: str | None, process_set: 
         return output.to(home), received.to(device)
 
     arguments = ("alltoall", name or "", _number(process_set), blocking)
-    # As in `_gather`.
-    return _submit(_ALL_TO_ALL, tensor.cpu(), rows, *arguments, finish=finish)
+    return _submit(_ALL_TO_ALL, *_in_host_memory("alltoall", [tensor]), rows, *arguments, finish=finish)
 
 
 def alltoall_async(

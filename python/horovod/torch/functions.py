@@ -36,12 +36,18 @@ def broadcast_parameters(
         named = [one if isinstance(one, tuple) else (None, one) for one in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    named = [(name, tensor) for name, tensor in named if tensor is not None]
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"`{name}` is a {type(tensor).__name__}, and only tensors can be broadcast in place: leave it out, and "
+                "send it with `broadcast_object`"
+            )
     handles = [
         broadcast_async_(
             tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor, root_rank, name, process_set
         )
         for name, tensor in named
-        if isinstance(tensor, torch.Tensor)
     ]
     for handle in handles:
         synchronize(handle)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from smdistributed import _core
 from smdistributed._common import shims
 
 # Before `import torch`: if PyTorch is not installed, this raises an ImportError that says how to install it.
@@ -51,6 +52,17 @@ _handle_map: dict[int, _Pending] = {}
 _numbers = itertools.count()
 
 basics._cleanups.append(_handle_map.clear)
+
+
+def _in_host_memory(kind: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors for an operation that the core runs only in host memory."""
+    if any(tensor.is_cuda for tensor in tensors):
+        _core.note_fallback("through_host_memory")
+        basics.warn_once(
+            f"{kind} of CUDA tensors runs on copies in host memory and blocks the host, because the core runs it by "
+            "name only there"
+        )
+    return [tensor.cpu() for tensor in tensors]
 
 
 def _first(outputs: list[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.basics import warn_once
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import split_list
@@ -645,6 +646,9 @@ def DistributedOptimizer(  # noqa: N802 - the documented name
     if op == Adasum and size() > 1:
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        for argument, value in (("groups", groups), ("sparse_as_dense", sparse_as_dense)):
+            if value:
+                warn_once(f"`{argument}` has no effect with op=Adasum, which combines the updates of whole parameters")
         view = _view(optimizer, _DistributedAdasumOptimizer)
         view._distribute(named_parameters, compression, backward_passes_per_step)
         return view

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _submit, synchronize
+from horovod.torch.handles import _NOTHING, _first, _in_host_memory, _kept, _number, _Pending, _submit, synchronize
 
 # isort: split
 import torch
@@ -70,7 +70,11 @@ def _reduce(
     if tensors[0].is_cuda and (op == Adasum or factors != (1.0, 1.0)):
         is_scaled = op != Adasum and all(tensor.is_floating_point() for tensor in tensors)
         with torch.no_grad():
-            sent = [tensor * factors[0] if is_scaled else tensor.cpu() for tensor in tensors]
+            sent = (
+                [tensor * factors[0] for tensor in tensors]
+                if is_scaled
+                else _in_host_memory("Adasum" if op == Adasum else f"scaled {kind} of integers", tensors)
+            )
         finish = _finish_otherwise(tensors, in_place, factors[1] if is_scaled else 1.0, finish)
         in_place = True
     arguments = (spelled, *factors, is_scaled, kind, name or "", _number(process_set), blocking)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.torch.handles import _NOTHING, _first, _kept, _number, _Pending, _submit
+from horovod.torch.handles import _NOTHING, _first, _in_host_memory, _kept, _number, _Pending, _submit
 
 # isort: split
 import torch
@@ -56,7 +56,7 @@ def _scaled_otherwise(
     with torch.no_grad():
         if not all(tensor.is_floating_point() for tensor in tensors):
             return (
-                [tensor.cpu() for tensor in tensors],
+                _in_host_memory("scaled reducescatter of integers", tensors),
                 False,
                 lambda outputs: finish([output.to(device) for output in outputs]),
             )

@@ -6,10 +6,11 @@ wrappers call Keras first and change the result for distributed optimizers only.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -51,6 +52,20 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
 _accumulating: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar("_accumulating", default=None)
 
 
+# Whether the caller has reduced the gradients that are being applied.
+_is_reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("_is_reduced", default=False)
+
+
+@contextlib.contextmanager
+def reduced_by_caller() -> Iterator[None]:
+    """Return a context in which distributed optimizers apply gradients as they are."""
+    token = _is_reduced.set(True)
+    try:
+        yield
+    finally:
+        _is_reduced.reset(token)
+
+
 # The other base class provides the attributes; `Any` tells the type checker so.
 _Base: Any = object
 
@@ -71,7 +86,7 @@ class Reducing(_Base):
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         # If the lengths differ, Keras raises the error.
-        if len(grads) == len(variables) and not self.gradient_accumulation_steps:
+        if len(grads) == len(variables) and not self.gradient_accumulation_steps and not _is_reduced.get():
             grads = self._smd_reduce(grads, variables)
         super().apply(grads, trainable_variables)
 
@@ -86,6 +101,6 @@ class Reducing(_Base):
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
         variables = _accumulating.get()
-        if variables is not None:
+        if variables is not None and not _is_reduced.get():
             grads = self._smd_reduce(grads, variables)
         return super()._clip_gradients(grads)

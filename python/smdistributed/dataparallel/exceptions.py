@@ -34,7 +34,7 @@ class SMDDPTimeoutError(errors.WaitTimeoutError):
 CLASSES: dict[str, type[SmdistributedError]] = errors.CLASSES | {
     cls.code: cls for cls in (SMDDPAlreadyInitializedError, SMDDPNotInitializedError, SMDDPTimeoutError)
 }
-"""Class of each code of the core, as the faces of this package raise them."""
+"""The class that this package raises for each error code of the core."""
 
 __all__ = [
     "CLASSES",

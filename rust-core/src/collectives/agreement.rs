@@ -173,7 +173,7 @@ fn read(memory: &SharedMemory, rank: usize) -> Call {
     }
 }
 
-/// As above, for groups without memory that all members share.
+/// As [`agree`], for groups without memory that all members share.
 pub(crate) fn agree_without_memory(call: &Call, group: &Group<'_>) -> Result<()> {
     match group.hosts {
         Some(hosts) => agree_on_hosts(hosts, call, group, None).map(drop),

@@ -1,6 +1,6 @@
-//! Chooses by measurement how many pieces of a reduction between hosts are in flight from a member that awaits their
-//! results: an owner that begins a chain, or each member of a distributed reduction, which has as many in flight to each
-//! other one.
+//! Chooses by measurement the depth of a reduction between hosts: the number of pieces that a member has in flight
+//! while it awaits their results. This member is an owner that begins a chain, or any member of a distributed
+//! reduction, where the depth applies to each other member.
 //!
 //! Note "depth". A link with a long delay needs many pieces in flight to be busy. Where hosts share processors, as
 //! containers and virtual machines of one machine do, a piece that waits in a socket leaves the cache before its

@@ -40,7 +40,10 @@ pub fn available() -> Result<()> {
         .get_or_init(|| {
             // SAFETY: loading the driver runs its initialisers, as every program that uses CUDA does.
             if !unsafe { sys::is_culib_present() } {
-                return Err(Error::Unsupported("CUDA is not available: `libcuda.so.1` was not found".into()));
+                return Err(Error::Unsupported(
+                    "CUDA is not available: `libcuda.so.1` was not found; install NVIDIA's driver, or use CPU tensors"
+                        .into(),
+                ));
             }
             // SAFETY: no preconditions.
             check(unsafe { sys::cuInit(0) }, || "initialising CUDA".into())

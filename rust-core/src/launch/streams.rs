@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::output::{OutputPiece, Sink, Splitter};
 use super::process::Pipes;
@@ -14,8 +14,8 @@ struct OutputStream {
     sink: Sink,
     pipe: OwnedFd,
     splitter: Splitter,
-    /// The file that gets a copy of the bytes.
-    file: Option<File>,
+    /// The file that gets a copy of the bytes, until one cannot be written.
+    file: Option<(PathBuf, File)>,
 }
 
 /// The output pipes of one rank.
@@ -55,8 +55,13 @@ impl Streams {
                     false
                 }
                 Ok(read) => {
-                    // A full disk must not end the job.
-                    stream.file = stream.file.take().filter(|mut file| file.write_all(&buffer[..read]).is_ok());
+                    if let Some((path, file)) = &mut stream.file
+                        && let Err(error) = file.write_all(&buffer[..read])
+                    {
+                        // A full disk must not end the job.
+                        eprintln!("smdrun: warning: the output in `{}` is incomplete: {error}", path.display());
+                        stream.file = None;
+                    }
                     stream.splitter.feed(&buffer[..read], &mut emit);
                     true
                 }
@@ -76,9 +81,11 @@ pub(super) fn remove_files(folder: &Path) {
 }
 
 /// Opens the file that gets a copy of a stream. A worker that replaces another one appends to its file.
-fn output_file(folder: &Path, sink: Sink) -> Result<File> {
+fn output_file(folder: &Path, sink: Sink) -> Result<(PathBuf, File)> {
     let path = folder.join(if sink == Sink::Stdout { "stdout" } else { "stderr" });
     let open = || File::options().create(true).append(true).open(&path);
-    let file = std::fs::create_dir_all(folder).and_then(|()| open());
-    file.map_err(|error| Error::io(format!("making `{}`", path.display()), error))
+    match std::fs::create_dir_all(folder).and_then(|()| open()) {
+        Ok(file) => Ok((path, file)),
+        Err(error) => Err(Error::io(format!("making `{}`", path.display()), error)),
+    }
 }

@@ -52,8 +52,14 @@ pub const OPERATIONS: [&str; 13] = [
 const SEND: usize = 11;
 const RECV: usize = 12;
 /// Slower paths, in the order of [`Fallback`].
-pub const FALLBACKS: [&str; 5] =
-    ["synchronous_call", "gradients_one_by_one", "tcp_without_mpi", "nccl_without_peers", "no_direct_reads"];
+pub const FALLBACKS: [&str; 6] = [
+    "synchronous_call",
+    "gradients_one_by_one",
+    "tcp_without_mpi",
+    "nccl_without_peers",
+    "no_direct_reads",
+    "through_host_memory",
+];
 
 /// A slower path that an operation or a step took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +74,8 @@ pub enum Fallback {
     NcclWithoutPeers = 3,
     /// Processes of one host cannot read each other's memory.
     NoDirectReads = 4,
+    /// An operation on CUDA tensors ran on copies in host memory.
+    ThroughHostMemory = 5,
 }
 
 /// The counters of one process. All fields are atomics, so any contents of the memory are a value.

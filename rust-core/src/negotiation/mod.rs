@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! submit("b"), submit("a")        ready: a, b              both ready on all: run [a, b]
-//!   any thread  --queue-->  smd-negotiation  --up the tree-->  root
+//!   any thread  --queue-->  smd-names-<id>   --up the tree-->  root
 //!                                  ^------------- answers -------'-> the communicator's worker runs them
 //! ```
 //!

@@ -91,8 +91,8 @@ impl Graph {
     /// A graph of `stages` (GRAPH-1) for `microbatches` microbatches.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards, or only stages without a
-    /// backward use the values of a stage with one.
+    /// [`Error::InvalidArgument`] if a stage is on no rank, an edge leads backwards or is listed twice, or a stage
+    /// without a backward uses the value of a stage with one.
     pub fn new(ranks: usize, microbatches: usize, stages: Vec<Stage>, link: LinkCost) -> Result<Self> {
         let mut consumers = vec![Vec::new(); stages.len()];
         if ranks == 0 || microbatches == 0 || stages.is_empty() {

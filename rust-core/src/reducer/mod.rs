@@ -27,10 +27,9 @@
 //!   has queued all buckets, its reducer reduces no more: its next step raises an error, and the others' reductions end
 //!   about a second later with an error that names this rank (CUDA-4). Gradients of graphs count as reduced when the
 //!   device has completed the reduction, because the framework's one stream must not wait for communication.
-//! - RED-8: a step in which members need not all take part is a *round*. It begins with a vote ([`ballot`]), before
-//!   whose result nothing is reduced. The caller begins and ends a round; a backward may end in between. On a device,
-//!   full buckets are packed before the result, which changes no gradient's values, and `vote_gate` holds their
-//!   reductions.
+//! - RED-8: a *round* is a step that its caller begins and ends; a backward may end in between. If members need not all
+//!   take part, it begins with a vote ([`ballot`]), before whose result nothing is reduced. On a device, full buckets
+//!   are packed before the result, which changes no gradient's values, and `vote_gate` holds their reductions.
 //!
 //! [`plan`], [`step`], [`history`], `vote_gate`, [`gradient_placement`] and [`op_placement`] are values without threads
 //! or memory; [`Reducer`] connects them with a communicator. A framework with a backward drives it (`begin` ..

@@ -69,7 +69,7 @@ pub struct Session {
     monitor: Arc<Monitor>,
     control: Control,
     groups: Groups,
-    /// Set before the first group is created.
+    /// The connection between the hosts of the job; set before the first group is created.
     between: OnceLock<HostConnection>,
     /// Whether the ranks connected through a framework's store. The next rendezvous of this kind replaces this session.
     uses_store_rendezvous: bool,

@@ -1,9 +1,10 @@
 //! A secret that rank 0 sends to each other rank through a store that other processes can read.
 //!
 //! Rank 0 and the other rank write an X25519 public key each to the store (RFC 7748). From the value that both can
-//! compute, and from both public keys, BLAKE3 derives a key that covers this one secret by exclusive or. Who only reads
-//! the store cannot compute it. Who writes to the store before the ranks have read it can put a key of their own there.
-//! A sealed secret that was changed opens to another one, which the handshake of the rendezvous refuses.
+//! compute, and from both public keys, BLAKE3 derives a key that covers this one secret by exclusive or. A process that
+//! only reads the store cannot compute the key. A process that writes to the store before the ranks have read it can
+//! replace a public key by its own. A sealed secret that was changed opens to a different secret, which the handshake of
+//! the rendezvous refuses.
 
 use x25519_dalek::{X25519_BASEPOINT_BYTES, x25519};
 

@@ -3,12 +3,12 @@
 //! - CAL-1: while a caller receives, the thread leaves arriving frames to it. A hand-over to the caller would cost more
 //!   than what there is to do, and with fewer cores than threads, each would wait for the other's core.
 //! - CAL-2: a caller that stops because its message has come will soon wait for another one, in the same operation or
-//!   the next. So the thread takes over when no caller has looked for frames between two of its questions, one
-//!   [`TICK`] apart. A caller that sleeps needs the thread at once, unless another one receives.
+//!   the next. So the thread takes over when no caller has looked for frames between two of its checks, which are
+//!   one [`TICK`] apart. A caller that sleeps needs the thread at once, unless another one receives.
 
 use std::time::Duration;
 
-/// How often the thread looks whether callers have stopped. So rarely that it hardly takes time from them.
+/// Interval at which the thread checks whether callers have stopped; long enough to cost them hardly any time.
 pub(super) const TICK: Duration = Duration::from_millis(1);
 
 /// The callers of one carrier.

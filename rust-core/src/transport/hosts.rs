@@ -134,8 +134,8 @@ pub struct Hosts {
     pub(crate) memory: Arc<SharedMemory>,
 }
 
-/// A closing member waits until the network has accepted all its frames ([`Carrier::flush`]), then this long for their
-/// delivery.
+/// How long members wait, after the notice that a member has left, for frames that it sent before. The leaving member
+/// first waits until the network has accepted all of its frames ([`Carrier::flush`]).
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The transport of a group whose members are on several hosts.

@@ -83,7 +83,8 @@ pub(crate) trait Link: Send + Sync {
     /// Starts to send a message without copies to `to`, which has sent the key. Returns false if it is not a valid one.
     ///
     /// # Safety
-    /// The memory stays valid and unchanged until then.
+    /// The memory stays valid and unchanged until [`Mailbox::end_transfer`] is called or [`Link::has_transfers`] is
+    /// false.
     unsafe fn start_send(&self, _to: usize, _key: u64, _message: u64, _data: *const u8, _bytes: usize) -> bool {
         false
     }

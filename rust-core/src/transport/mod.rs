@@ -122,7 +122,7 @@ impl Wait<'_> {
 
 /// Moves bytes between the members of one group.
 pub trait Transport: Send + Sync {
-    /// The transport's name, in messages and in `smdrun doctor`.
+    /// The transport's name, for messages.
     fn name(&self) -> &'static str;
     /// The members of the group.
     fn members(&self) -> &Members;
@@ -155,7 +155,8 @@ pub trait Transport: Send + Sync {
         // SAFETY: the caller's promise is the callee's.
         unsafe { self.messages().post_recv_up_to(from, tag, data, limit) }
     }
-    /// Makes progress without waiting. Messages complete only in this function and in the `post` functions.
+    /// Makes progress without waiting. Messages complete in this function, in the `post` functions and in
+    /// [`Transport::cancel`]; between hosts also on the carrier's thread or on another caller that receives.
     fn progress(&self) {
         self.messages().progress();
     }

@@ -5,8 +5,8 @@
 //!   (any thread)                        (carrier's thread, or a caller that receives)
 //! ```
 //!
-//! Both also make progress for mailboxes ([`MailboxProgress`]), so that messages move while all other threads of the
-//! process compute.
+//! The carrier's thread and a caller that receives also make progress for mailboxes ([`MailboxProgress`]), so that
+//! messages move while all other threads of the process compute.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,7 +73,8 @@ pub(crate) trait Carrier: Send + Sync {
     /// receiver can have sent this key.
     ///
     /// # Safety
-    /// The memory stays valid and unchanged until then.
+    /// The memory stays valid and unchanged until the port is notified ([`MailboxProgress::end_transfer`]) or
+    /// [`Carrier::has_transfers`] is false.
     unsafe fn start_send(&self, _transfer: ZeroCopyTransfer, _key: u64) -> bool {
         false
     }

@@ -72,7 +72,7 @@ def test_buffers_of_the_original_are_checked_and_otherwise_ignored(name):
     for value in ("8193", "0", "-8192", "16M"):
         env = launchers.clean_environment() | {name: value}
         run = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
-        assert f"ConfigError: `{name}` is `{value}`: expected a multiple of 8192 bytes" in run.stderr
+        assert f"ConfigError: `{name}` is `{value}`: expected a positive multiple of 8192 bytes" in run.stderr
 
 
 def test_local_ranks_are_counted_if_no_launcher_sets_them():

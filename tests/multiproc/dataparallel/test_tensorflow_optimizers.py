@@ -191,6 +191,7 @@ def keras3():
     overflow_on_one_rank(keras, sdp)
     distributed_optimizer_is_a_view(keras, sdp)
     no_xla_unless_asked_for(keras, sdp)
+    gradients_that_the_caller_reduced(keras, sdp)
     arguments(keras, sdp)
 
 
@@ -240,6 +241,24 @@ def distributed_optimizer_is_a_view(keras, sdp):
         view.apply([[1.0]])
     with pytest.raises(ValueError, match="No gradients provided"):
         again.apply_gradients([(None, variable)])
+
+
+def gradients_that_the_caller_reduced(keras, sdp):
+    import tensorflow as tf
+
+    for accumulation, expected in ((None, -1.0 - sdp.rank()), (2, -1.0 - sdp.rank())):
+        optimizer = sdp.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=accumulation))
+        variable = keras.Variable(0.0)
+        with Reductions() as reductions:
+            for _ in range(accumulation or 1):
+                gradient = tf.constant(1.0 + sdp.rank())
+                optimizer.apply_gradients([(gradient, variable)], experimental_aggregate_gradients=False)
+        assert reductions.count == 0
+        assert float(variable) == expected
+        with Reductions() as reductions:
+            for _ in range(accumulation or 1):
+                optimizer.apply_gradients([(tf.constant(0.0), variable)])
+        assert reductions.count == 1
 
 
 def no_xla_unless_asked_for(keras, sdp):

@@ -32,6 +32,21 @@ def _torch_aggregated_gradients(torch, hvd):
         assert torch.allclose(start - model.weight, torch.tensor(size + 1.0)), reload
 
 
+def _torch_state_that_is_no_tensor(torch, hvd):
+    class Counting(torch.nn.Linear):
+        count = hvd.rank() + 5
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model = Counting(2, 1)
+    hvd.elastic.TorchState(model=model, step=0).sync()
+    assert model.count == 5
+
+
 def _keras_aggregated_gradients(tf, keras, hvd, hvd_tf):
     """As `_torch_aggregated_gradients`, for gradients aggregated in TensorFlow, eagerly and in a graph."""
     rank = hvd.rank()
@@ -130,6 +145,7 @@ def _torch_states():
     found["skip"] = interrupt.value.skip_sync
     state.commit()
     _torch_aggregated_gradients(torch, hvd)
+    _torch_state_that_is_no_tensor(torch, hvd)
     return found
 
 

@@ -160,6 +160,9 @@ def optimizers():
         lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0),
     )
     raises(ValueError, "invalid params of type", lambda: hvd.broadcast_parameters(3, 0))
+    raises(
+        ValueError, "`b` is a int, and only tensors", lambda: hvd.broadcast_parameters({"a": torch.ones(1), "b": 3}, 0)
+    )
     # SyncBatchNorm over batches of different sizes.
     heights = [other + 2 for other in range(size)]
     whole = torch.randn(sum(heights), 3, 2, generator=torch.Generator().manual_seed(1))

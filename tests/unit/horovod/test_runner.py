@@ -107,6 +107,29 @@ def test_interfaces_keep_the_order_in_which_they_are_given(monkeypatch):
     assert network.get_driver_ip(nics) == "10.0.0.2"
 
 
+def test_options_without_effect_warn():
+    elastic = "-np 1 --max-np 8 --reset-limit 3 --elastic-timeout 9 --slots-per-host 2"
+    for line, expected in (
+        (elastic, "--max-np, --slots-per-host, --elastic-timeout, --reset-limit. Only jobs with --min-np"),
+        ("-np 1 --tcp --binding-args=-x", "--tcp, --binding-args. MPI starts processes only with --mpi"),
+    ):
+        with mock.patch.object(launch, "gloo_run"), pytest.warns(UserWarning, match="without effect") as caught:
+            launch._run(parsed(line))
+        assert [expected in str(each.message) for each in caught] == [True]
+    for line, name in (
+        (elastic + " --min-np 1 --host-discovery-script ./found", "gloo_run_elastic"),
+        ("-np 1 --mpi --tcp", "mpi_run"),
+        ("-np 1", "gloo_run"),
+    ):
+        with (
+            mock.patch.object(launch, name),
+            mock.patch.object(launch, "mpi_built", return_value=True),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            launch._run(parsed(line))
+
+
 @pytest.mark.parametrize(
     "line", ["", "-np x", "-np 2 --gloo --mpi", "-np 2 -H a:1 -hostfile b", "-np 2 --log-level LOUD"]
 )
@@ -325,17 +348,18 @@ def test_command_lines_of_mpirun(monkeypatch):
     )
     assert passed == {**env, "PYTHONPATH": "ours"}, "mpirun itself needs PYTHONPATH; processes get only `env`"
     given_settings.tcp_flag, given_settings.extra_mpi_args, given_settings.output_filename = True, "--more", "logs"
-    line, _ = line_of_mpirun("SpectrumMPI", given_settings, None, {}, ["x"])
+    line, passed = line_of_mpirun("SpectrumMPI", given_settings, None, {}, ["x"])
+    assert passed["NCCL_IB_DISABLE"] == "1"
     assert line == (
         "mpirun --allow-run-as-root --tag-output -np 2 -H a:1,b:1 -bind-to socket -map-by socket -rank-by core -tcp "
-        '-mca plm_rsh_args "-p 22" --output-filename logs --more x'
+        '-mca plm_rsh_args "-p 22" --output-filename logs -x NCCL_IB_DISABLE --more x'
     )
     # MPICH's launcher and Intel's, which belongs to the same family.
     for found in ("MPICH", "IntelMPI"):
         line, _ = line_of_mpirun(found, given_settings, {"eth0"}, env, ["x"])
         assert line == (
             'mpirun -l -np 2 -ppn 1 -hosts a,b -bootstrap=ssh -bootstrap-exec-args "-p 22" -iface eth0 '
-            "-genv NCCL_SOCKET_IFNAME eth0 -outfile-pattern logs -genvlist HOROVOD_X,PATH --more x"
+            "-genv NCCL_SOCKET_IFNAME eth0 -outfile-pattern logs -genvlist HOROVOD_X,NCCL_IB_DISABLE,PATH --more x"
         )
     given_settings.binding_args = "-bind-to core"
     given_settings.hosts = ",".join(f"host{number}:1" for number in range(64))

@@ -101,6 +101,7 @@ class ElasticDriver:
         self._session = 0
         self._results: dict[SlotKey, tuple[int, float]] = {}
         self._error: str | None = None
+        self._reported: set[str] = set()
         self._shutdown = threading.Event()
         self._finished = threading.Event()
         self._notices: queue.SimpleQueue[tuple[_Worker, float, HostUpdateResult] | None] = queue.SimpleQueue()
@@ -351,7 +352,7 @@ class ElasticDriver:
                 if not has_worked:
                     self.stop(f"the discovery of hosts failed: {error}")
                     return
-                self._log(f"the discovery of hosts failed, the last ones are used: {error}")
+                self._report(f"the discovery of hosts failed, the last ones are used: {error}")
             else:
                 with self._changed:
                     if change != HostUpdateResult.no_update:
@@ -496,9 +497,15 @@ class ElasticDriver:
             try:
                 WorkerNotificationClient(*server).notify_hosts_updated(at, kinds)
             except Exception as error:
-                self._log(
+                self._report(
                     f"worker {worker.slot[0]}[{worker.slot[1]}] did not receive the notice of changed hosts: {error}"
                 )
+
+    def _report(self, text: str) -> None:
+        """Print a failure after which the job goes on, once, whatever the verbosity."""
+        if text not in self._reported:
+            self._reported.add(text)
+            print(f"horovod: {text}", file=sys.stderr, flush=True)
 
     def _log(self, text: str) -> None:
         if self._verbose:

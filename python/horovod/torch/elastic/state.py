@@ -88,7 +88,13 @@ class ModelStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Take over rank 0's parameters and buffers, and save them."""
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        state = self.value.state_dict()
+        # Such as what a module returns from `get_extra_state`.
+        others = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        broadcast_parameters({name: value for name, value in state.items() if name not in others}, root_rank=0)
+        others = broadcast_object(others, root_rank=0)
+        if others:
+            self.value.load_state_dict({**state, **others})
         self.save()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed import _core
-from smdistributed._common import import_hooks
+from smdistributed._common import import_hooks, keras3
 from smdistributed.dataparallel.tensorflow.keras_variable import underlying
 
 _OFF = ("0", "false", "off", "no")
@@ -149,7 +149,10 @@ def _taking_old_arguments(apply_gradients: Callable[..., Any]) -> Callable[..., 
     def with_old_arguments(
         self: Any, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
     ) -> Any:
-        return apply_gradients(self, grads_and_vars)
+        if experimental_aggregate_gradients:
+            return apply_gradients(self, grads_and_vars)
+        with keras3.reduced_by_caller():
+            return apply_gradients(self, grads_and_vars)
 
     return with_old_arguments
 

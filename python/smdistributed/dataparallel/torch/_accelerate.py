@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from typing import Any
 
 from smdistributed._common import import_hooks
@@ -26,8 +27,14 @@ def install() -> None:
 def _adapt() -> None:
     state: Any = sys.modules[_MODULE]
     theirs = getattr(state.PartialState, "_prepare_backend", None)
-    if theirs is None or hasattr(theirs, "__wrapped__"):
-        # Another version of accelerate that chooses the backend elsewhere is left unchanged.
+    if theirs is None:
+        warnings.warn(
+            f"this accelerate has no `PartialState._prepare_backend`, which `{NAME}` adapts: on CPUs, it chooses "
+            "another backend. Report it to OpenSMD",
+            stacklevel=2,
+        )
+        return
+    if hasattr(theirs, "_is_smddp"):
         return
 
     @functools.wraps(theirs)
@@ -38,4 +45,5 @@ def _adapt() -> None:
         _, kind = theirs(self, cpu, sagemaker_dp, None)
         return (NAME, kind) if kind is state.DistributedType.MULTI_CPU else theirs(self, cpu, sagemaker_dp, backend)
 
+    prepare_backend._is_smddp = True  # type: ignore[attr-defined]
     state.PartialState._prepare_backend = prepare_backend

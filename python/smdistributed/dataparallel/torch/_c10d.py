@@ -239,6 +239,8 @@ def _stay_out(group: dist.ProcessGroup) -> None:
 def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of later operations. Trainers use it to wait longer for the first step than for others."""
     _resolved(group)._get_backend(_CPU).set_timeout(timeout)
+    if not _is_all_ours(group):
+        _theirs["_set_pg_timeout"](timeout, group)
 
 
 def _is_all_ours(group: dist.ProcessGroup | None) -> bool:

@@ -22,6 +22,7 @@ and forward all other calls (:mod:`._c10d`).
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from smdistributed import _core
@@ -37,8 +38,10 @@ from smdistributed.dataparallel.torch import _accelerate, _c10d  # noqa: E402
 from smdistributed.dataparallel.torch._c10d import NAME, monitored_barrier  # noqa: E402, F401
 
 
-def _create(options: Any, _: object) -> Any:
+def _create(options: Any, backend_options: object) -> Any:
     """Create the backend of a new process group, from torch's description of it."""
+    if backend_options is not None:
+        warnings.warn(f"`pg_options` has no effect: `{NAME}` has no options", stacklevel=2)
     carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     milliseconds = max(1, round(options.timeout.total_seconds() * 1000))
     lifecycle.watch()

@@ -239,9 +239,7 @@ def _ready(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[
     is_scaled = hasattr(optimizer, "inner_optimizer")
     if is_partitioned and not is_scaled and not state.has_gradients and all(gradient is None for gradient in gradients):
         # As in Keras. Every rank traces the whole step, so all ranks know it.
-        raise ValueError(
-            "No gradients provided for any variable: no step has computed one of a variable, on any partition."
-        )
+        raise ValueError("No gradients provided for any variable: no step has computed a gradient on any partition.")
     # Of the loss-scaling optimizers, only that of Keras 3 has variables itself.
     has_variables = not is_scaled or hasattr(optimizer, "scale_loss")
     optimizer_variables.build(

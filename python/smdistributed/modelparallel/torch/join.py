@@ -72,7 +72,8 @@ class Join:
                 break
             if not model.is_partitioned:
                 raise SMPUsageError(
-                    "a replica had no batch at all: the model is partitioned in the first step of all replicas"
+                    "a replica had no batch at all, but the first step of all replicas partitions the model: give each "
+                    "at least one"
                 )
             last = active
             replicas.sync_buffers_from(model, active)

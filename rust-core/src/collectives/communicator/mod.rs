@@ -101,7 +101,8 @@ impl Communicator {
         Self::with_choosers(id, transport, monitor, timeout, StoreChooser::default(), PathChooser::default())
     }
 
-    /// As above, with other copies into shared memory, one of which tests slow down, and with one path, as tests choose.
+    /// As [`Communicator::new`], with the given choosers: tests pass one whose stores are slow, or one that fixes the
+    /// path.
     pub(crate) fn with_choosers(
         id: u64,
         transport: Arc<dyn Transport>,

@@ -79,7 +79,9 @@ fn load() -> Result<Nccl> {
         path = candidate.display().to_string();
     }
     let library = found.map_err(|error| {
-        Error::Unsupported(format!("NCCL was not found, which operations on CUDA tensors need: {error}"))
+        Error::Unsupported(format!(
+            "NCCL was not found: operations on CUDA tensors need it, so install the CUDA build of the framework ({error})"
+        ))
     })?;
     let functions = Functions::find(&library)
         .map_err(|error| Error::Unsupported(format!("NCCL at `{path}` is older than 2.18: {error}")))?;

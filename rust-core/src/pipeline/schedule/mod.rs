@@ -3,7 +3,7 @@
 //! | name | in the literature | keeps |
 //! | --- | --- | --- |
 //! | `simple` | GPipe (Huang et al. 2019) | every microbatch's activations |
-//! | `interleaved` | 1F1B (PipeDream-Flush, Narayanan et al. 2021); with several stages a rank, interleaved 1F1B | as many microbatches as there are ranks after it |
+//! | `interleaved` | 1F1B (PipeDream-Flush, Narayanan et al. 2021); with several stages a rank, interleaved 1F1B | as many microbatches as there are ranks from this one to the last |
 //! | `zero_bubble` | ZB-H1; on a chain that goes there and back, ZB-V (Qi et al. 2023, 2024); where more microbatches may be active, up to ZB-H2 | as 1F1B's first rank, or as many as may be active |
 //! | `_only_forward` | - | nothing |
 //!

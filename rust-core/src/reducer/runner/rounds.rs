@@ -1,4 +1,4 @@
-//! Rounds: steps that begin with a vote, before whose end nothing is reduced (RED-8).
+//! Rounds that begin with a vote: nothing is reduced before its result (RED-8).
 
 use std::sync::Arc;
 

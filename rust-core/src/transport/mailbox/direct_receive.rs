@@ -3,8 +3,8 @@
 //! - MBX-5: a payload is read directly only where a receive waits for it now. A receive that is cancelled meanwhile
 //!   waits for the read in progress, which does not block, and takes the bytes so far to a buffer, where the payload
 //!   continues.
-//! - MBX-6: nothing but its end completes a direct receive. Until then its memory may hold bytes that turn out not to
-//!   be authentic.
+//! - MBX-6: a direct receive completes only when the whole payload has arrived and is authenticated. Until then, its
+//!   memory may hold bytes whose authentication fails.
 
 use super::{FrameKind, Header, Link, Mailbox, MailboxState, Posted, eager_cost};
 use crate::transport::Tag;

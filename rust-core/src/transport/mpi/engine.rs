@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   port --send--> outbox --> send slots --> MPI --> receive slots --take--> port
-//!   (any thread)   (lock)    (who holds the lock of the service)
+//!   (any thread)   (lock)    (the thread that holds the service's lock)
 //! ```
 //!
 //! MPI cannot wake a sleeping thread, so the thread polls: continuously while frames move, often while a caller sleeps
@@ -398,7 +398,7 @@ impl Carrier for Engine {
         }
     }
 
-    /// Stops the use of MPI after a death (MPI-3).
+    /// True: after a death, no process calls MPI any more (MPI-3).
     fn needs_all_members(&self) -> bool {
         true
     }

@@ -5,9 +5,9 @@
 //! before the data follows. The limit depends on the library and the network, and programs cannot query it. For Open MPI
 //! over TCP it is 64 KiB. Over other networks, messages that are announced are faster, because they are not copied. The
 //! measurement does not show that a receiver may do something else when an announcement arrives: members of a chain
-//! need 1.4 times as long with messages of 256 KiB as with those below 64 KiB, which are measured as equally fast. So
-//! these are preferred. A message of a megabyte or more makes up for the time of its announcement, if neither end copies
-//! it.
+//! need 1.4 times as long with messages of 256 KiB as with those below 64 KiB, which the measurement finds equally fast.
+//! So messages below 64 KiB are preferred. A message of a megabyte or more makes up for the time of its announcement, if
+//! neither end copies it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

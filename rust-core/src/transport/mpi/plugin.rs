@@ -58,7 +58,8 @@ impl Plugin {
         let library = Box::leak(Box::new(library));
         // SAFETY: the signature is that of plugin.h, whose version is checked below.
         let entry: Symbol<'_, unsafe extern "C" fn() -> *const PluginTable> =
-            unsafe { library.get(b"smd_mpi_plugin\0") }.map_err(|error| refuse(format!("is none: {error}")))?;
+            unsafe { library.get(b"smd_mpi_plugin\0") }
+                .map_err(|error| refuse(format!("has no function `smd_mpi_plugin` ({error}): remove it")))?;
         // SAFETY: the function returns the address of a constant; version and size come first in every version.
         let table = unsafe {
             let table = entry();
@@ -75,7 +76,11 @@ impl Plugin {
         let text = match code {
             0 => return Ok(()),
             -1 => "a connection to another process broke".to_owned(),
-            -2 => "this process initialised MPI itself, with less than MPI_THREAD_MULTIPLE".to_owned(),
+            -2 => {
+                "the script has initialised MPI with a thread level below MPI_THREAD_MULTIPLE: request this level, or \
+                 initialise MPI after `init()`"
+                    .to_owned()
+            }
             -3 => "this process has finalized MPI".to_owned(),
             -4 => "no memory".to_owned(),
             code => {

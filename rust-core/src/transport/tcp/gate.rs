@@ -5,7 +5,8 @@
 //!                         +-- epoll of the connections; not while a caller receives
 //! ```
 //!
-//! - GATE-1: while callers receive (CAL-1), arriving data does not wake the thread, once it has noticed.
+//! - GATE-1: while callers receive (CAL-1), arriving data does not wake the thread, once the thread has seen that
+//!   they receive.
 //! - GATE-2: when the last caller has stopped, data that arrived before or arrives later wakes the thread. The epoll of
 //!   the connections is watched for its level, so nothing is missed in between. What a caller took from the epoll and
 //!   left undone is announced by the bell, unless the thread will look at one of the next two ticks.

@@ -1,6 +1,6 @@
-//! TCP between hosts, for jobs that no MPI launcher started. Each process listens on one port ([`listen`]), and the
-//! ranks exchange their addresses at the rendezvous. One thread ([`service`]) receives for all groups of the process,
-//! unless a caller that waits for frames does so itself.
+//! TCP between hosts, for jobs that do not use MPI (`session/hosts.rs`). Each process listens on one port
+//! ([`listen`]), and the ranks exchange their addresses at the rendezvous. One thread ([`service`]) receives for all
+//! groups of the process, unless a caller that waits for frames does so itself.
 //!
 //! ```text
 //!   rank 0                                       rank 1

@@ -166,6 +166,8 @@ def _full_disk(folder, full):
         _save(smp, model, optimizer, root, kind, f"t-{kind}", {"step": 1})
     smp.barrier()
     before = _snapshot(root)
+    # Rank 0 fills the disk only when all ranks have seen it without that file.
+    smp.barrier()
     texts = []
     for kind in _KINDS:
         for victim in range(1 if full else smp.size()):

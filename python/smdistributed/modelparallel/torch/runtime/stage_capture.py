@@ -314,7 +314,9 @@ class StageCapture:
                 )
                 return
             if sum(not each.stages for each in self._programs.values()) >= _MAX_PROGRAMS:
-                self._warn(f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have no graphs; others are not tried")
+                self._warn(
+                    f"`cuda_graphs`: {_MAX_PROGRAMS} different steps have no graphs; other steps are not captured"
+                )
                 return
             program = self._programs[key] = _Program()
         own = [each for each in parameters.values() if not isinstance(each, MetaParameter)]
@@ -444,7 +446,8 @@ class StageCapture:
             mb: See :class:`CapturedStage`, also of the next two.
             parameters: As there.
             casts: As there.
-            kept: Stages that keep all saved tensors, with the reason; those are added that can be captured only so.
+            kept: Stages that keep all saved tensors, with the reason. Stages that cannot be captured otherwise are
+                added.
         """
         stream, backward_pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stages: dict[int, list[CapturedStage]] = {}

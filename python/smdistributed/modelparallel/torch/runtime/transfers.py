@@ -142,7 +142,7 @@ class Transfers:
         return gathered.view(len(self._members), -1).tolist()
 
     def begin_comparison(self, numbers: Sequence[int]) -> Comparison:
-        """Do the same in parallel with other transfers; return at once."""
+        """Begin :meth:`compare` on a group of its own, in parallel with other transfers; return at once."""
         if self._beside is None:
             self._beside = dist.new_group(self._members)
         mine = torch.tensor(numbers, device="cpu")

@@ -1,8 +1,8 @@
 //! Collectives between the devices of one host without NCCL. Each call is one kernel, which writes to the peers' memory
-//! over NVLink or PCIe; a large all-gather also copies the member's own block. It starts faster than NCCL's kernels and folds in the order of COL-1, so the result has the
-//! same bits as on the CPU, except for the payload of NaNs. It runs small reductions, all-gathers and broadcasts of any
-//! group, large all-reduces between at most eight members, and large reduce-scatters and all-gathers between two
-//! ([`chunks`]).
+//! over NVLink or PCIe, and for a large all-gather also a copy of the member's own block. These kernels start faster
+//! than NCCL's and fold in the order of COL-1, so results have the same bits as on the CPU, except for the payload of
+//! NaNs. They run small reductions, all-gathers and broadcasts of any group, large all-reduces between at most eight
+//! members, and large reduce-scatters and all-gathers between two ([`chunks`]).
 //!
 //! Each member has an *arena* on its device, which its peers map: flags with which the kernels' blocks synchronise, and
 //! staging memory. `device/kernels/arena.cuh` describes its use by kernels, with the invariants PEER-1 to PEER-5. On
