@@ -207,6 +207,23 @@ def _check_sharded_data_parallelism(values: Mapping[str, Any]) -> None:
         )
 
 
+def _warn_without_effect(values: Mapping[str, Any]) -> None:
+    """Warn of keys that need another one."""
+    sharding = [key for key in values if key.startswith("sdp_")]
+    for keys, has_effect, need in (
+        (sharding, values.get("sharded_data_parallel_degree", 1) > 1, "`sharded_data_parallel_degree` above 1"),
+        (
+            ["cuda_graphs", "activation_memory_bytes"],
+            values.get("pipeline_parallel_degree", 1) > 1,
+            "more than one partition",
+        ),
+        (["activation_loading_horizon"], values.get("offload_activations"), "`offload_activations: true`"),
+    ):
+        given = [f"`{key}`" for key in keys if values.get(key) not in (None, False, DEFAULTS[key])]
+        if given and not has_effect:
+            warn_once(f"{', '.join(given)} changes nothing without {need}")
+
+
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """Add defaults, and values that follow from other keys."""
     if values.get("tensor_parallel_degree", 1) > 1 and not values.get("ddp"):
@@ -236,6 +253,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         if values.get(name):
             warn_once(f"`{name}: true` changes nothing: {reason}")
     degree = values.get("pipeline_parallel_degree", 1)
+    _warn_without_effect(values)
     complete = {**DEFAULTS, **values}
     complete["partitions"] = degree
     # Scripts, such as the Trainer of transformers, ask by this key which ranks save states of the optimizer.

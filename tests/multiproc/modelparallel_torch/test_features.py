@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -628,3 +629,38 @@ def test_the_timeline_shows_what_ranks_do_for_each_microbatch(tmp_path):
     assert picture.read_text().count("<title>") == 2 * 2 * 2 * 2 * 3, (
         "expected 2 stages x 2 ranks x forward and backward x 2 pictures x 3 microbatches"
     )
+
+
+def _overflow_in_one_shard_body(config):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"ddp": True, **config})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(torch.nn.Linear(8, 8))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler(init_scale=4.0, device="cpu")
+
+    @smp.step
+    def step(model, x, factor):
+        # Only the last row of the weights has a gradient.
+        model.backward(scaler.scale(model(x)[:, -1].sum() * factor))
+
+    scales, weights = [], []
+    for factor in (1.0, math.inf, 1.0):
+        step(model, torch.ones(2, 8), factor)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        weights.append(model.state_dict()["weight"].clone())
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[1])
+    return scales
+
+
+@pytest.mark.parametrize("config", [{"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2}])
+def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(config):
+    found = run_ranks(_overflow_in_one_shard_body, 2, config, launcher=Forked("torch"), timeout=50)
+    assert found == [[4.0, 2.0, 2.0]] * 2

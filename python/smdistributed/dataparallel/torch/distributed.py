@@ -22,6 +22,7 @@ Examples:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -119,7 +120,7 @@ def init_process_group(*args: object, **kwargs: object) -> None:
 
     Args:
         *args: Ignored; accepted for parity with ``torch.distributed``.
-        **kwargs: Ignored, as well.
+        **kwargs: Ignored, as well. A warning names those that would change something.
 
     Raises:
         SMDDPAlreadyInitializedError: This process is in a job already.
@@ -127,6 +128,12 @@ def init_process_group(*args: object, **kwargs: object) -> None:
         PeerFailedError: A rank ended before all had joined.
         SMDDPTimeoutError: Not all ranks joined within the timeout.
     """
+    ignored = sorted(name for name in kwargs if name != "backend")
+    if ignored:
+        remedy = "; `SMD_TIMEOUT_SECONDS` sets the time limit" if "timeout" in ignored else ""
+        warnings.warn(
+            f"`init_process_group` ignores {', '.join(ignored)}: the job is that of the launcher{remedy}", stacklevel=2
+        )
     with errors.translated(CLASSES):
         lifecycle.init()
 

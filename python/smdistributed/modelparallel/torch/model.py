@@ -570,11 +570,12 @@ class DistributedModel(nn.Module):
 
     def cpu(self) -> DistributedModel:
         """Gather the whole model on every rank of a pipeline, on CPUs; all of them call it. No step may follow."""
+        if self.sharded is not None or state.groups.tp_group is not None:
+            kind = "sharded" if self.sharded is not None else "tensor-parallel"
+            raise SMPUnsupportedError(f"`model.cpu()` does not support {kind} parameters: use `model.state_dict()`")
         if self.pipeline is None:
             self.module.cpu()
             return self
-        if self.sharded is not None:
-            raise SMPUnsupportedError("`model.cpu()` does not support sharded parameters: use `model.state_dict()`")
         materialize.gather(self.module, communication.allgather(self._content(), CommGroup.PP_GROUP))
         self.pipeline.timeline.finish()
         self.pipeline, self._is_whole = None, True

@@ -5,6 +5,7 @@ The model computes in a narrow type; parameters and gradients keep theirs.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ class MixedPrecision:
             raise TypeError(f"`mixed_precision` is a {type(config).__name__}: expected the fields {', '.join(fields)}")
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
+        trained = {each.dtype for each in module.parameters() if each.requires_grad}
+        if self.reduce_dtype not in (None, torch.float16, torch.bfloat16, *trained):
+            warnings.warn(
+                f"`reduce_dtype` {self.reduce_dtype} is ignored: gradients are reduced in the type of their "
+                "parameters, or in float16 or bfloat16",
+                stacklevel=3,
+            )
         if config.buffer_dtype is not None:
             for buffer in module.buffers():
                 if buffer.is_floating_point():

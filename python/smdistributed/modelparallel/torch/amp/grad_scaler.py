@@ -17,7 +17,8 @@ from smdistributed.modelparallel.torch.state import state
 class GradScaler(torch.amp.GradScaler):
     """Scale losses as ``torch.cuda.amp.GradScaler`` does.
 
-    All partitions skip a step in which one of them found a gradient that is not finite.
+    All ranks that hold parts of one model, its partitions and shards, skip a step in which one of them found a gradient
+    that is not finite.
 
     Args:
         init_scale: The first scale.
@@ -55,8 +56,10 @@ class GradScaler(torch.amp.GradScaler):
         worst = torch.zeros(1, dtype=torch.float32, device=device)
         for flag in found.values():
             worst = torch.maximum(worst, flag.to(worst))
-        if state.groups.mp_group is not None:
+        is_sharded = state.optimizer is not None and state.optimizer.is_sharded
+        group = state.groups.objects("world") if is_sharded else state.groups.mp_group
+        if group is not None:
             with errors.translated(CLASSES):
-                dist.all_reduce(worst, ReduceOp.MAX, state.groups.mp_group)
+                dist.all_reduce(worst, ReduceOp.MAX, group)
         # Also on a rank without parameters, so that it takes part in the exchange with the others.
         return {device: worst}

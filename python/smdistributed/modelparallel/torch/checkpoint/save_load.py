@@ -121,8 +121,8 @@ def save_checkpoint(
         path: A directory on a file system that all ranks share; created if necessary.
         tag: The name: a partial checkpoint is ``path/{tag}_partial``, a full one ``path/{tag}``.
         partial: Whether each rank writes a file, or one file has the whole model, without the optimizer.
-        model: The wrapped model; by default that of this process.
-        optimizer: The wrapped optimizer; by default that of this process.
+        model: The wrapped model; without it, none is saved. The sharded format always saves that of this process.
+        optimizer: The wrapped optimizer; as for ``model``.
         user_content: Any object that can be pickled. A warning names classes that :func:`resume_from_checkpoint`
         reads only with the caller's permission; the sharded format rejects them.
         translate_if_full: Whether a full checkpoint uses Hugging Face's names if tensor parallelism has replaced
@@ -140,6 +140,10 @@ def save_checkpoint(
     root = Path(path)
     if not partial and format == "torch" and num_kept_partial_checkpoints is not None:
         warn_once("`num_kept_partial_checkpoints` is ignored with `partial=False`: full checkpoints are not removed")
+    if format == "torch" and model is None and optimizer is None:
+        warn_once(f"the checkpoint {tag!r} contains neither a model nor an optimizer: pass `model` and `optimizer`")
+    if not partial and format == "torch" and optimizer is not None:
+        warn_once("`optimizer` is ignored with `partial=False`: full checkpoints do not contain it")
     if format == "sharded":
         if not partial or not translate_if_full:
             warn_once(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPPartitionError
 from smdistributed.modelparallel.torch.module_creation import created_modules
 from smdistributed.modelparallel.torch.nn.module import units
@@ -43,6 +44,11 @@ def partition(index: int) -> Iterator[None]:
         SMPPartitionError: There is no such partition.
     """
     index = _checked(index)
+    if state.cfg.auto_partition and state.cfg.pipeline_parallel_degree > 1:
+        warn_once(
+            "`smp.partition` is ignored with `auto_partition: true`: set it to false, or use `smp.set_partition` or "
+            "`smp.DistributedModel`'s `partition_file`"
+        )
 
     def place(module: nn.Module) -> None:
         module.__dict__[_CREATED_IN] = index

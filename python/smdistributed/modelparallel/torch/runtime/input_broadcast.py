@@ -309,7 +309,7 @@ def _check_readable(header: _Header, own: Mapping[_Own, Any]) -> None:
         blank = [_placed(layout, header.segments[layout.segment], memory) for layout in header.layouts]
         for name, content in header.arguments.items():
             try:
-                _Reader(content, blank, own).load()
+                unpickling.loads(content, _first(), functools.partial(_looked_up, blank, own))
             except Exception as error:
                 failure = (
                     f"partition {state.groups.rank_in('pp')} cannot rebuild the argument `{name}`: "
