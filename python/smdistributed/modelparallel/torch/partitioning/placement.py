@@ -45,10 +45,7 @@ def partition(index: int) -> Iterator[None]:
     """
     index = _checked(index)
     if state.cfg.auto_partition and state.cfg.pipeline_parallel_degree > 1:
-        warn_once(
-            "`smp.partition` is ignored with `auto_partition: true`: set it to false, or use `smp.set_partition` or "
-            "`smp.DistributedModel`'s `partition_file`"
-        )
+        warn_once("`smp.partition` is ignored with `auto_partition: true`: set it to false, or use `smp.set_partition`")
 
     def place(module: nn.Module) -> None:
         module.__dict__[_CREATED_IN] = index
