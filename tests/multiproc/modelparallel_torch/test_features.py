@@ -223,6 +223,7 @@ def _features_body():
 
     import torch
     from torch import nn
+    from torch.nn.utils import clip_grad_norm_
 
     import smdistributed.modelparallel.torch as smp
     from smdistributed.modelparallel.torch import exceptions
@@ -331,12 +332,27 @@ def _features_body():
     first = torch.nn.utils.get_total_norm(gradients, 1)
     expected_first = sum(smp.allgather(sum(float(each.abs().sum()) for each in gradients), smp.PP_GROUP))
     assert math.isclose(first, expected_first, rel_tol=1e-5)
-    with pytest.raises(exceptions.SMPUsageError, match="norm would lack what other partitions have"):
+    with pytest.raises(exceptions.SMPUsageError, match="and 1 other tensors: clip them one after the other"):
         torch.nn.utils.clip_grad_norm_([*list(model.local_parameters()), _with_gradient(torch)], 1.0)
+    with pytest.raises(exceptions.SMPUsageError, match="norm would lack what other partitions have"):
+        torch.nn.utils.get_total_norm([*gradients, _with_gradient(torch).grad])
+    # Some parameters: exactly one partition, and some of both.
+    for places in ((0, 1), (2, 3), (1, 2, 3), (0, 3)):
+        some = [p for place in places for p in model.module[place].parameters()]
+        squares = sum(float(p.grad.square().sum()) for p in some if p.grad is not None)
+        expected_of_some = math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP)))
+        # A function that was imported by name counts other partitions, too.
+        found = clip_grad_norm_((p for p in some), 1e9, error_if_nonfinite=True)
+        assert math.isclose(found, expected_of_some, rel_tol=1e-6), places
+        assert math.isclose(smp.clip_grad_norm_(some, 1e9), expected_of_some, rel_tol=1e-6), places
     for p in model.parameters():
         single = torch.nn.utils.clip_grad_norm_(p, 1e9)
         assert math.isclose(single, 0.0 if p.grad is None else p.grad.norm(), rel_tol=1e-6)
+    # Another model's parameters: without communication.
     assert math.isclose(torch.nn.utils.clip_grad_norm_([_with_gradient(torch)], 1e9), 2.0)
+    if smp.pp_rank() == 0:
+        pair = [_with_gradient(torch), _with_gradient(torch)]
+        assert math.isclose(torch.nn.utils.clip_grad_norm_(pair, 1e9), math.sqrt(8))
     assert model.module.module.module[0] is model.module[0]
     assert not hasattr(model.module.module.module, "module")
 

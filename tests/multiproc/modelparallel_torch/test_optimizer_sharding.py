@@ -102,6 +102,13 @@ def _equality(torch, smp, config, passes, clip, keep):
             assert value.shape == wanted.shape, (name, key)
             torch.testing.assert_close(value, wanted, rtol=100 * tolerance, atol=tolerance)
     _check_memory(torch, smp, model, optimizer)
+    if smp.pp_size() > 1:
+        from smdistributed.modelparallel import exceptions
+
+        # The parameters of exactly one partition: all ranks raise, also those which have given all that they hold.
+        for function in (torch.nn.utils.clip_grad_norm_, smp.clip_grad_norm_):
+            with pytest.raises(exceptions.SMPUsageError, match="pass all parameters"):
+                function(list(model.module.last.parameters()), 1.0)
     torch.distributed.destroy_process_group()
     smp.shutdown()
 

@@ -1,19 +1,22 @@
 """Gradient norms over all partitions.
 
 ``torch.nn.utils.clip_grad_norm_`` gets the gradients of one partition only. Once the model is partitioned,
-:func:`follow_torch` makes it and ``get_total_norm`` include those of all partitions. They must get all gradients of
-the model; a subset is rejected, because the other partitions would not add theirs. The norm of a single gradient
-stays local, because a parameter is on one partition.
+:func:`follow_torch` makes it include those of all partitions, as :func:`clip_grad_norm_` does; it can get some of the
+parameters, too, such as those of one module. A single parameter is clipped by its own norm, without communication: it
+is on one partition, and hooks of parameters may do so at any time.
+
+``torch.nn.utils.get_total_norm`` gets gradients, which do not tell what other partitions hold. It must get all of the
+model; a subset is rejected.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
-from torch.nn.utils import clip_grad
 
 from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
@@ -42,18 +45,67 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, the same on all ranks that hold one model.
+
+    Raises:
+        SMPUsageError: The optimizer's state is sharded, and some parameters of the model are missing.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     own = {id(parameter): parameter for parameter in parameters if not isinstance(parameter, MetaParameter)}
-    if state.optimizer is not None:
-        state.optimizer._check_clipped(list(own.values()))
     gradients = _gradients_of(own.values())
-    norm = _norm_over_partitions(_gradients_of(_counted_here(own.values())), norm_type)
+    norm = _norm_over_partitions(_gradients_of(_counted_here(own.values())), norm_type, _lacks_parameters(own))
     if state.optimizer is not None:
         state.optimizer._global_grad_norm = norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for kind in _by_kind(gradients):
         torch._foreach_mul_(kind, factor.to(kind[0].device, kind[0].dtype))
+    return norm
+
+
+def _clip_like_torch(
+    original: Callable[..., torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Replaces ``torch.nn.utils.clip_grad_norm_``: includes the gradients of other partitions.
+
+    Raises:
+        SMPUsageError: The gradients are multiplied by the loss scale; or tensors that are not of the model are among
+            its parameters; or the only parameter is divided between ranks.
+        RuntimeError: `error_if_nonfinite` is set and the norm is not finite.
+    """
+    if not _has_other_ranks():
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    own = {id(each) for each in state.model.local_parameters()}
+    is_of_model = [isinstance(each, MetaParameter) or id(each) in own for each in tensors]
+    if any(is_of_model):
+        _check_unscaled()
+    is_local = len(tensors) == 1 or not any(is_of_model)
+    if not is_local and not all(is_of_model):
+        raise SMPUsageError(
+            f"torch.nn.utils.clip_grad_norm_ gets {sum(is_of_model)} parameters of the model and "
+            f"{len(is_of_model) - sum(is_of_model)} other tensors: clip them one after the other"
+        )
+    norm_type = float(norm_type)
+    if is_local:
+        if any(is_of_model) and _is_divided(tensors[0]):
+            raise SMPUsageError(
+                "torch.nn.utils.clip_grad_norm_ gets one parameter, of which this rank holds a part: pass all "
+                "parameters of the model, or call `smp.clip_grad_norm_` on all ranks"
+            )
+        gradients = [each.grad for each in tensors if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm.__wrapped__(gradients, norm_type, error_if_nonfinite, foreach)
+    else:
+        here = [each for each in tensors if id(each) in own]
+        counted = [each.grad for each in _counted_here(here) if each.grad is not None]
+        lacks_parameters = _lacks_parameters({id(each) for each in here})
+        norm = _checked(_norm_over_partitions(counted, norm_type, lacks_parameters), norm_type, error_if_nonfinite)
+        dtypes = [each.grad.dtype for each in here if each.grad is not None]
+        norm = norm.to(dtypes[0] if dtypes else torch.get_default_dtype())
+    torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm, foreach)
     return norm
 
 
@@ -78,10 +130,31 @@ def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if id(parameter) in own]
 
 
-def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _is_divided(parameter: torch.Tensor) -> bool:
+    """Return whether other ranks hold other parts of a parameter's gradient."""
+    is_sharded = state.optimizer is not None and state.optimizer.is_sharded
+    return is_sharded or id(parameter) in shards(state.model.module)
+
+
+def _lacks_parameters(own: Container[int]) -> bool | None:
+    """Return whether a parameter of this rank is not among those with the given ids; `None` if none need be."""
+    return None if state.optimizer is None else state.optimizer._lacks_parameters(own)
+
+
+def _norm_over_partitions(
+    gradients: Sequence[torch.Tensor], norm_type: float, lacks_parameters: bool | None = None
+) -> torch.Tensor:
     """Return the norm, in float64, over the gradients of all ranks that hold one model.
 
     All of these ranks call this; with sharded gradients, all ranks of the job do.
+
+    Args:
+        gradients: What this rank adds.
+        norm_type: Order of the norm.
+        lacks_parameters: Whether this rank has not got all parameters that it needs; `None` if it needs none.
+
+    Raises:
+        SMPUsageError: Some rank has not got all parameters. All ranks raise it.
     """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=current_device())
@@ -93,10 +166,22 @@ def _norm_over_partitions(gradients: Sequence[torch.Tensor], norm_type: float) -
     # Of sharded gradients, each element counts on exactly one rank of the job.
     is_sharded = optimizer is not None and optimizer.is_sharded
     group = state.groups.objects("world") if is_sharded else state.groups.mp_group
+    if lacks_parameters is not None:
+        # The second element tells all ranks that one of them must raise.
+        both = torch.stack([total, torch.full_like(total, lacks_parameters)])
+        _all_reduce(both, infinite, group)
+        if both[1] > 0:
+            raise SMPUsageError("with `shard_optimizer_state`, gradients are clipped all together: pass all parameters")
+        total = both[0]
+    else:
+        _all_reduce(total, infinite, group)
+    return total if infinite else total ** (1.0 / norm_type)
+
+
+def _all_reduce(tensor: torch.Tensor, infinite: bool, group: object) -> None:
     if group is not None:
         with errors.translated(CLASSES):
-            dist.all_reduce(total, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
-    return total if infinite else total ** (1.0 / norm_type)
+            dist.all_reduce(tensor, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
 
 
 def divided(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -152,69 +237,91 @@ def _sources(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch
 
 def follow_torch() -> None:
     """Make the functions of ``torch.nn.utils`` compute norms over all partitions, for the life of this process."""
-    if not isinstance(clip_grad._get_total_norm, _TotalNorm):
-        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _TotalNorm(clip_grad._get_total_norm)
+    _replace(torch.nn.utils.clip_grad_norm_, _clip_like_torch)
+    _replace(torch.nn.utils.get_total_norm, _total_norm)
 
 
-class _TotalNorm:
-    """Replaces ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls."""
+def _replace(function: Callable[..., torch.Tensor], replacement: Callable[..., torch.Tensor]) -> None:
+    """Replace what a function of PyTorch calls.
 
-    def __init__(self, original: Callable[..., torch.Tensor]) -> None:
-        self._original = original
-        functools.update_wrapper(self, original)
+    The function itself stays, since scripts import it by name. It is a wrapper that enters ``torch.no_grad`` and calls
+    the function in its closure.
+    """
+    for cell in function.__closure__ or ():
+        if isinstance(cell.cell_contents, functools.partial) and cell.cell_contents.func is replacement:
+            return
+        if cell.cell_contents is function.__wrapped__:
+            cell.cell_contents = functools.partial(replacement, cell.cell_contents)
+            return
+    warnings.warn(
+        f"torch.nn.utils.{function.__name__} of PyTorch {torch.__version__} cannot be made to include other "
+        f"partitions: call `smp.clip_grad_norm_`",
+        stacklevel=2,
+    )
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        tensors: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        """Compute the norm as PyTorch's function does.
 
-        Raises:
-            SMPUsageError: The tensors are only some of the gradients of a partitioned model.
-        """
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        # PyTorch accepts "inf" as text, too.
-        norm_type = float(norm_type)
-        model = state.model
-        if state.loss_scale != 1.0 and model is not None and model.is_partitioned:
-            own = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
-            if any(id(each) in own for each in tensors):
-                raise SMPUsageError(
-                    "torch.nn.utils gets gradients that are multiplied by the loss scale: call "
-                    "`optimizer.clip_master_grads` or "
-                    "`smp.clip_grad_norm_`"
-                )
-        is_sharded = state.optimizer is not None and state.optimizer.is_sharded
-        if model is None or (state.groups.mp_group is None and not is_sharded):
-            return self._original(tensors, norm_type, error_if_nonfinite, foreach)
-        missing = {id(each.grad) for each in model.local_parameters() if each.grad is not None}
-        all_of_model = len(missing)
-        others = 0
-        for each in tensors:
-            if id(each) in missing:
-                missing.discard(id(each))
-            else:
-                others += 1
-        if missing == set() and not others:
-            counted = [each.grad for each in _counted_here(model.local_parameters()) if each.grad is not None]
-            norm = _norm_over_partitions(counted, norm_type)
-            if error_if_nonfinite and not bool(norm.isfinite()):
-                raise RuntimeError(
-                    f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it "
-                    f"cannot be clipped"
-                )
-            return norm.to(tensors[0].dtype if tensors else torch.get_default_dtype())
-        if len(missing) == all_of_model or len(tensors) == 1:
-            return self._original(tensors, norm_type, error_if_nonfinite, foreach)
+def _check_unscaled() -> None:
+    if state.loss_scale != 1.0 and state.model is not None and state.model.is_partitioned:
         raise SMPUsageError(
-            f"torch.nn.utils gets {all_of_model - len(missing)} of the {all_of_model} gradients that this partition "
-            f"has, and {others} other tensors: the norm would lack what other partitions have. Call "
-            "`smp.clip_grad_norm_` on all ranks, with the same parameters"
+            "torch.nn.utils gets gradients that are multiplied by the loss scale: call "
+            "`optimizer.clip_master_grads` or `smp.clip_grad_norm_`"
         )
+
+
+def _has_other_ranks() -> bool:
+    """Return whether other ranks have gradients, or parts of them, that belong to a norm."""
+    is_sharded = state.optimizer is not None and state.optimizer.is_sharded
+    return state.model is not None and (state.groups.mp_group is not None or is_sharded)
+
+
+def _checked(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients of all partitions is {float(norm)}: it "
+            f"cannot be clipped"
+        )
+    return norm
+
+
+def _total_norm(
+    original: Callable[..., torch.Tensor],
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Replaces ``torch.nn.utils.get_total_norm``: includes the gradients of other partitions.
+
+    Raises:
+        SMPUsageError: The tensors are only some of the gradients of a partitioned model, or they are multiplied by the
+            loss scale.
+        RuntimeError: `error_if_nonfinite` is set and the norm is not finite.
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    # PyTorch accepts "inf" as text, too.
+    norm_type = float(norm_type)
+    gradients = (
+        set() if state.model is None else {id(each.grad) for each in state.model.local_parameters()} - {id(None)}
+    )
+    number = sum(id(each) in gradients for each in tensors)
+    if number:
+        _check_unscaled()
+    if not _has_other_ranks():
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
+    if number == len(gradients) == len(tensors):
+        counted = [each.grad for each in _counted_here(state.model.local_parameters()) if each.grad is not None]
+        own = {id(each) for each in state.model.local_parameters()}
+        norm = _checked(
+            _norm_over_partitions(counted, norm_type, _lacks_parameters(own)), norm_type, error_if_nonfinite
+        )
+        return norm.to(tensors[0].dtype if tensors else torch.get_default_dtype())
+    if number == 0 or len(tensors) == 1:
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
+    raise SMPUsageError(
+        f"torch.nn.utils gets {number} of the {len(gradients)} gradients that this partition has, and "
+        f"{len(tensors) - number} other tensors: the norm would lack what other partitions have. Call "
+        "`torch.nn.utils.clip_grad_norm_` or `smp.clip_grad_norm_` on all ranks, with the same parameters"
+    )
 
 
 def _by_kind(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

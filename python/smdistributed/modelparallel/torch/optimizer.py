@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -285,17 +285,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_scaled()
             self._masters.unscale()
 
-    def _check_clipped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reject a subset of the parameters, whose gradients are on different ranks.
+    def _lacks_parameters(self, wanted: Container[int]) -> bool | None:
+        """Return whether a parameter of this rank that has a gradient is not among those with the given ids.
 
-        Raises:
-            SMPUsageError: Some parameters are missing.
+        `None` unless the state is sharded: only then the gradients of a parameter are on different ranks, and all
+        must be clipped together.
         """
-        wanted = {id(each) for each in parameters}
-        if self._shards is not None and any(
-            id(each) not in wanted for each in _model().local_parameters() if each.requires_grad
-        ):
-            raise SMPUsageError("with `shard_optimizer_state`, gradients are clipped all together: pass all parameters")
+        if self._shards is None:
+            return None
+        return any(id(each) not in wanted for each in _model().local_parameters() if each.requires_grad)
 
     def _gradients_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of these parameters that the wrapped optimizer uses, ready to be clipped."""
