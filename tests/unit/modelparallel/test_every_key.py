@@ -165,6 +165,27 @@ def test_trace_execution_times_need_the_device_of_the_training(job):
         smp.DistributedModel(torch.nn.Linear(1, 1), trace_execution_times=True, trace_device="cpu")
 
 
+def test_arguments_of_the_model_without_what_they_need(job):
+    given = {"overlapping_allreduce": False, "bucket_cap_mb": 4, "trace_execution_times": True}
+    texts = _warned(lambda: smp.DistributedModel(torch.nn.Linear(1, 1), **given), times=1)
+    assert sorted(text.split("`")[1] for text in texts) == sorted(given)
+    assert sum("without `ddp: true`" in text for text in texts) == 2
+    assert sum("without `auto_partition` over several partitions" in text for text in texts) == 1
+
+
+def test_keys_of_a_default_group_that_the_script_has_made(tmp_path):
+    def run():
+        smp.init({"ddp": True, "ddp_port": 7001})
+        smp.shutdown()
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        (text,) = _warned(run)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert text == "`ddp_port` changes nothing, because the script has initialized `torch.distributed` itself"
+
+
 def test_arguments_of_checkpoints(job, tmp_path):
     model = smp.DistributedModel(torch.nn.Linear(2, 2))
     (text,) = _warned(

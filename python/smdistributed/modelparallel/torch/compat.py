@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from smdistributed.modelparallel.config import warn_once
+from smdistributed.modelparallel.config import Config, warn_once
 
 #: The ``_orig_forward`` that this module added to classes.
 _given: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
@@ -105,13 +105,32 @@ IGNORED_ARGUMENTS = {
 }
 
 
-def warn_of_ignored(**are_given: bool) -> None:
-    """Warn once of each argument of ``smp.DistributedModel`` that is given and ignored.
+#: Arguments of ``smp.DistributedModel`` that need a part of the configuration, with their defaults.
+_CONDITIONAL_ARGUMENTS = {
+    "trace_execution_times": False,
+    "overlapping_allreduce": True,
+    "backward_passes_per_step": 1,
+    "bucket_cap_mb": 25,
+    "broadcast_buffers": True,
+}
+
+
+def warn_of_arguments(cfg: Config, **arguments: Any) -> None:
+    """Warn once of each argument of ``smp.DistributedModel`` that is given and changes nothing.
 
     Args:
-        **are_given: By argument, whether it has the value that is ignored.
+        cfg: The configuration.
+        **arguments: Arguments by their names.
     """
-    for name, is_given in are_given.items():
-        if is_given:
-            value, reason = IGNORED_ARGUMENTS[name]
-            warn_once(f"`{name}={value}` of `smp.DistributedModel` is ignored: {reason}")
+    for name, value in arguments.items():
+        if name in IGNORED_ARGUMENTS:
+            ignored, reason = IGNORED_ARGUMENTS[name]
+            if repr(value) == ignored:
+                warn_once(f"`{name}={ignored}` of `smp.DistributedModel` is ignored: {reason}")
+        elif value != _CONDITIONAL_ARGUMENTS[name]:
+            has_effect, need = cfg.ddp, "`ddp: true`"
+            if name == "trace_execution_times":
+                has_effect = cfg.pipeline_parallel_degree > 1 and cfg.auto_partition
+                need = "`auto_partition` over several partitions"
+            if not has_effect:
+                warn_once(f"`{name}` of `smp.DistributedModel` changes nothing without {need}")

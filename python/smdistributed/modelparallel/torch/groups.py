@@ -14,7 +14,7 @@ import torch
 
 from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
-from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.config import Config, warn_once
 from smdistributed.modelparallel.exceptions import SMPConfigError, SMPUsageError
 from smdistributed.modelparallel.groups import GROUPS, Groups
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups, check_degree
@@ -84,14 +84,24 @@ def _init_torch_distributed(cfg: Config, topology: _core.ParallelTopology, rank:
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=topology.size)
 
 
+#: The default group of `torch.distributed` that this library created last.
+_created: Any = None
+
+
 def _process_groups(cfg: Config, topology: _core.ParallelTopology, rank: int) -> dict[str, Any]:
+    global _created
     if not torch.distributed.is_initialized():
         _init_torch_distributed(cfg, topology, rank)
+        _created = torch.distributed.group.WORLD
     elif (torch.distributed.get_rank(), torch.distributed.get_world_size()) != (rank, topology.size):
         raise SMPConfigError(
             f"`torch.distributed` was initialized as rank {torch.distributed.get_rank()} of "
             f"{torch.distributed.get_world_size()}, and this is rank {rank} of {topology.size}"
         )
+    elif torch.distributed.group.WORLD is not _created:
+        for key, default in (("ddp_dist_backend", "auto"), ("ddp_port", None)):
+            if getattr(cfg, key) != default:
+                warn_once(f"`{key}` changes nothing, because the script has initialized `torch.distributed` itself")
     groups = {"world": torch.distributed.group.WORLD}
     for name in GROUPS:
         # Every rank creates all groups, as torch requires.

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.exceptions import (
 from smdistributed.modelparallel.objects import CommGroup
 from smdistributed.modelparallel.torch import communication, norms
 from smdistributed.modelparallel.torch.checkpoint import state_dicts
-from smdistributed.modelparallel.torch.compat import add_documented_aliases, warn_of_ignored
+from smdistributed.modelparallel.torch.compat import add_documented_aliases, warn_of_arguments
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.hooks import Removable, call_hook
 from smdistributed.modelparallel.torch.join import Join
@@ -106,12 +106,13 @@ class DistributedModel(nn.Module):
             raise SMPValidationError(
                 "`trace_execution_times` needs the device of the training, not `trace_device='cpu'`"
             )
-        warn_of_ignored(
-            trace_device=trace_device == "cpu",
-            trace_memory_usage=trace_memory_usage,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-        )
+        warn_of_arguments(
+            cfg, trace_device=trace_device, trace_memory_usage=trace_memory_usage,
+            gradient_as_bucket_view=gradient_as_bucket_view, find_unused_parameters=find_unused_parameters,
+            trace_execution_times=trace_execution_times, overlapping_allreduce=overlapping_allreduce,
+            backward_passes_per_step=backward_passes_per_step, bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+        )  # fmt: skip
         given = module
         self.module = module = replace_marked(given)
         if module is not given:
