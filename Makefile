@@ -127,7 +127,8 @@ test-ends: $(STAMPS)/uv $(STAMPS)/develop ## Collectives, DDP and the tape with 
 
 test-engines: $(STAMPS)/engines $(STAMPS)/sagemaker $(STAMPS)/mpi $(STAMPS)/mpis $(STAMPS)/develop ## Jobs on Ray, on Spark, on Slurm, of three MPIs and in SageMaker's container, and manifests for Kubernetes (installs all; some need root)
 	$(BIN)/python -m pytest -p no:cacheprovider tests/engines/ray_jobs.py tests/engines/ray_gpu_jobs.py tests/engines/ray_example_jobs.py tests/engines/ray_sharing_jobs.py tests/engines/spark_jobs.py \
-		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/unit/horovod/test_signatures.py tests/engines/slurm_jobs.py \
+		tests/engines/spark_estimator_jobs.py tests/unit/horovod/test_spark_data.py tests/unit/horovod/test_signatures.py tests/unit/horovod/test_engine_arguments.py \
+		tests/engines/slurm_jobs.py \
 		tests/engines/kubernetes_jobs.py tests/engines/sagemaker_jobs.py tests/engines/mpi_jobs.py $(ARGS)
 
 test-clients: $(STAMPS)/clients $(STAMPS)/mpi $(STAMPS)/develop ## accelerate, transformers, Lightning, torchtitan, TorchRec, KerasTuner and parts of torch.distributed train over the library (installs them into build/)

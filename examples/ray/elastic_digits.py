@@ -80,7 +80,7 @@ def main() -> None:
 
     ray.init(address="auto")
     settings = ElasticRayExecutor.create_settings(
-        min_num_proc=options.min_workers, max_num_proc=options.max_workers, elastic_timeout=300
+        min_num_proc=options.min_workers, max_num_proc=options.max_workers, elastic_timeout=300, timeout_s=120
     )
     executor = ElasticRayExecutor(settings, use_gpu=options.use_gpu)
     executor.start()

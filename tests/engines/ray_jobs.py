@@ -447,6 +447,25 @@ def test_an_elastic_job_of_the_executor(cluster):
     assert "no such thing" in failed
 
 
+def test_settings_reach_the_workers_of_an_elastic_executor(cluster):
+    body = """
+        def train():
+            import horovod.torch as hvd
+            hvd.init()
+            return os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"], os.environ.get("EXTRA")
+
+        ray.init()
+        for variables in (None, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "123", "EXTRA": "more"}):
+            settings = ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2, timeout_s=122)
+            executor = ElasticRayExecutor(settings, env_vars=variables)
+            executor.start()
+            print("RESULTS", executor.run(train))
+    """
+    output = cluster.run(script(cluster, "limits", body))
+    assert "RESULTS [('122', None), ('122', None)]" in output
+    assert "RESULTS [('123', 'more'), ('123', 'more')]" in output
+
+
 def test_ray_train_over_smddp(cluster):
     body = """
         import json

@@ -48,7 +48,8 @@ ELASTIC = """
         return state.sizes
 
     def elastic(least, most, timeout=300):
-        settings = ElasticRayExecutor.create_settings(min_num_proc=least, max_num_proc=most, elastic_timeout=timeout)
+        settings = ElasticRayExecutor.create_settings(
+            min_num_proc=least, max_num_proc=most, elastic_timeout=timeout, timeout_s=120)
         return ElasticRayExecutor(settings)
 """
 
@@ -189,6 +190,26 @@ def test_an_executor_in_a_placement_group_uses_it(cluster):
     found = re.search(rf"^{text}, and the workers need 4.* after (\d+) s$", output, re.MULTILINE)
     assert found, output
     assert int(found[1]) < 25, output
+
+
+def test_a_placement_group_that_an_executor_does_not_use_is_named(cluster):
+    body = """
+        def start(**arguments):
+            import warnings
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                RayExecutor(RayExecutor.create_settings(), min_workers=1, **arguments).start()
+            return [str(each.message) for each in caught]
+
+        ray.init()
+        print("INSIDE", drive(start, 1)[0])
+        print("CONFIRMED", drive(lambda: start(use_current_placement_group=False), 1)[0])
+        print("OUTSIDE", ray.get(ray.remote(start).remote()))
+    """
+    output = cluster.run(script(cluster, "unused", DRIVER, body), timeout=200)
+    assert "INSIDE ['workers do not use the current placement group: with `min_workers`" in output
+    assert "CONFIRMED []" in output
+    assert "OUTSIDE []" in output
 
 
 def test_ray_train_from_inside_of_a_placement_group(cluster):

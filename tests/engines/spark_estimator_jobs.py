@@ -57,7 +57,7 @@ def test_the_estimator_of_pytorch(cluster):
         import numpy as np
         import torch
         from torch import nn
-        from horovod.spark.common.backend import SparkBackend
+        from horovod.spark.common.backend import LocalBackend, SparkBackend
         from horovod.spark.common.store import FilesystemStore, Store
         from horovod.spark.torch import TorchEstimator, TorchModel
 
@@ -114,9 +114,17 @@ def test_the_estimator_of_pytorch(cluster):
         estimator.fit_on_parquet()
         with open(f"{folder}/seen") as file:
             assert sorted(map(int, file)) == list(range(100))
+
+        # Numbers of dropout are those of the seed, on each rank.
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1))
+        estimator = TorchEstimator(
+            backend=LocalBackend(2), store=store, model=model, feature_cols=["first"], label_cols=["one"],
+            label_shapes=[[-1, 1]], optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.MSELoss())
+        first, second = (estimator.fit_on_parquet({estimator.random_seed: 5}).getHistory() for _ in range(2))
+        assert first == second, (first, second)
         for wrong in ({"label_cols": ["none"]}, {"validation": 1.5}, {"feature_cols": ["first", "second"]}):
             try:
-                estimator.copy().setParams(transformation_fn=None, **wrong).fit(frame)
+                estimator.copy().setParams(backend=SparkBackend(2), **wrong).fit(frame)
             except (ValueError, RuntimeError) as error:
                 print("REFUSED", error)
         try:
@@ -130,6 +138,58 @@ def test_the_estimator_of_pytorch(cluster):
     assert "REFUSED `validation` is 1.5" in output
     assert "REFUSED rank" in output
     assert "REFUSED TorchEstimator has no parameters ['stor']" in output
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_settings_of_the_estimator_of_keras(cluster, backend):
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    body = """
+        import keras
+        import numpy as np
+        import pyarrow
+        from pyarrow import parquet
+        from horovod.spark.common.backend import LocalBackend
+        from horovod.spark.common.store import Store
+        from horovod.spark.keras import KerasEstimator
+
+        class Doubled(keras.layers.Layer):
+            def call(self, values):
+                return 2 * keras.ops.sum(values, -1, keepdims=True)
+
+        class Seen(keras.callbacks.Callback):
+            def on_train_begin(self, logs=None):
+                device = getattr(self.model.weights[0].value, "device", "")
+                print("DEVICE", keras.backend.backend(), os.environ.get("KERAS_TORCH_DEVICE"), device, flush=True)
+
+        numbers = np.arange(100.0)
+        table = {"features": [[number / 50, 1.0] for number in numbers], "one": numbers / 25, "two": numbers}
+        store = Store.create(sys.argv[1])
+        os.makedirs(f"{sys.argv[1]}/intermediate_train_data")
+        parquet.write_table(pyarrow.table(table), f"{sys.argv[1]}/intermediate_train_data/0.parquet")
+        values = keras.layers.Input((2,))
+        hidden = keras.layers.GaussianNoise(0.1)(values)
+        outputs = [Doubled(name="one")(keras.layers.Dense(4)(hidden)), keras.layers.Dense(1, name="two")(hidden)]
+        model = keras.Model(values, outputs)
+
+        estimator = KerasEstimator(
+            backend=LocalBackend(2), store=store, model=model, optimizer=keras.optimizers.SGD(0.01),
+            loss=[keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError()], loss_weights=[1.0, 0.0],
+            metrics=[[keras.metrics.MeanAbsoluteError(name="error")], []], feature_cols=["features"],
+            label_cols=["one", "two"], label_shapes=[[-1, 1], [-1, 1]], custom_objects={"Doubled": Doubled},
+            callbacks=[Seen()], use_gpu=False, random_seed=5, batch_size=10, verbose=0)
+        # The noise is that of the seed.
+        first, second = (estimator.fit_on_parquet().getHistory() for _ in range(2))
+        assert first == second, (first, second)
+        assert abs(first["loss"][0] - first["one_loss"][0]) < 1e-4 < first["two_loss"][0], first
+        assert any("error" in name for name in first), first
+    """
+    cluster.environment["KERAS_BACKEND"] = backend
+    output = cluster.run(cluster.script("settings", body), cluster.folder / "files")
+    devices = [line.partition("DEVICE ")[2].split() for line in output.splitlines() if "DEVICE" in line]
+    assert len(devices) == 4, output
+    for found, variable, device in devices:
+        assert (found, variable) == (backend, "cpu")
+        assert "cpu" in device.lower()
 
 
 def test_the_estimator_of_lightning(cluster):
@@ -177,6 +237,26 @@ def test_the_estimator_of_lightning(cluster):
         assert history[-1]["accuracy"] > 0.85
         found = trained.transform(frame).select("label", "label__output").collect()
         assert np.mean([np.argmax(row.label__output) == row.label for row in found]) > 0.85
+
+        class Uneven(Digits):
+            def training_step(self, batch, number):
+                import horovod.torch as hvd
+                self.log(f"of {hvd.rank()}", float(hvd.rank()), on_step=False, on_epoch=True)
+                return super().training_step(batch, number)
+
+        class Compared(lightning.Callback):
+            def on_train_end(self, trainer, module):
+                import horovod.torch as hvd
+                every = hvd.allgather(module.layers[1].weight.detach().reshape(1, -1))
+                assert torch.equal(every[0], every[1])
+                print("COMPARED", len(every), flush=True)
+
+        trained = TorchEstimator(
+            num_proc=2, store=Store.create(sys.argv[1]), model=Uneven(), feature_cols=["features"],
+            label_cols=["label"], input_shapes=[[-1, 1, 8, 8]], trainer_args={"callbacks": [Compared()]}, random_seed=1,
+            metrics=[print], verbose=0).fit(frame)
+        (figures,) = trained.getHistory()
+        assert figures["of 0"] == 0 and figures["of 1"] == 1 and figures["loss"] > 0, figures
         try:
             TorchEstimator(num_proc=2, loss=1).copy().setParams(
                 model=Digits(), store=Store.create(sys.argv[1]), feature_cols=["features"], label_cols=["label"]
@@ -187,3 +267,5 @@ def test_the_estimator_of_lightning(cluster):
     """
     output = cluster.run(cluster.script("modules", body), cluster.folder / "files")
     assert "REFUSED loss cannot be set" in output
+    assert output.count("COMPARED 2") == 2
+    assert output.count("`metrics` of TorchEstimator has no effect: the history has what the module logs") == 1

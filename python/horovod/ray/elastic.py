@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from horovod.common.basics import warn_once
 from horovod.ray.actor import RankActor
 from horovod.ray.reservations import Reservations, available_resources
 from horovod.ray.results import callbacks_called
@@ -25,6 +26,16 @@ from horovod.runner.places import ElasticPlaces
 
 #: Seconds between checks of the events that end a worker.
 _POLL_SECONDS = 0.2
+#: Settings of jobs that other launchers start.
+_UNUSED_SETTINGS = (
+    "ssh_identity_file",
+    "ssh_port",
+    "extra_mpi_args",
+    "tcp_flag",
+    "binding_args",
+    "output_filename",
+    "prefix_output_with_timestamp",
+)
 
 
 class ClusterNodes:
@@ -97,6 +108,8 @@ class RayHostDiscovery(HostDiscovery):
         self.gpus_per_slot = gpus_per_slot
         if not self.resources_of_a_slot():
             raise ValueError("a slot needs CPUs or GPUs, but `cpus_per_slot` is 0 and it has no GPUs")
+        if gpus_per_slot > 1 and not use_gpu:
+            warn_once("`gpus_per_slot` has no effect without `use_gpu`: slots have no GPUs")
         self.nodes = ClusterNodes()
         #: Slots that the job has reserved, by id of the node.
         self.held: dict[str, int] = {}
@@ -137,6 +150,32 @@ class RayHostDiscovery(HostDiscovery):
         """
         needs = self.resources_of_a_slot()
         return min(int(resources.get(name, 0) // amount) for name, amount in needs.items())
+
+
+def choose_discovery(given: Any, is_overridden: bool, use_gpu: bool, cpus_per_slot: int, gpus_per_slot: int) -> Any:
+    """Choose what finds the hosts of a job.
+
+    Args:
+        given: The discovery of the settings.
+        is_overridden: Whether the nodes of the cluster are the hosts.
+        use_gpu: Whether slots have GPUs.
+        cpus_per_slot: CPUs of each slot.
+        gpus_per_slot: GPUs of each slot.
+
+    Returns:
+        A discovery.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if is_overridden:
+        # An earlier executor may have put a `RayHostDiscovery` into the settings.
+        if given is not None and type(given) is not RayHostDiscovery:
+            warn_once("`discovery` of the settings has no effect without `override_discovery=False`")
+        return RayHostDiscovery(use_gpu, cpus_per_slot, gpus_per_slot)
+    if given is None:
+        raise ValueError("override_discovery is False, but the settings have no discovery")
+    return given
 
 
 class ElasticJob:
@@ -322,18 +361,24 @@ class ElasticRayExecutor:
             max_num_proc: Largest number of workers; all slots of the cluster by default.
             reset_limit: Largest number of sessions after the first.
             elastic_timeout: Longest wait for slots, in seconds.
-            timeout_s: Longest time for the start, in seconds.
-            ssh_identity_file: Accepted for compatibility, without effect.
+            timeout_s: Longest wait of ``hvd.init()`` for the other ranks, in seconds.
+            ssh_identity_file: Accepted for compatibility, without effect: Ray starts the workers.
             nics: Interfaces that workers use; by default the core chooses.
             min_np: Deprecated: use ``min_num_proc``.
             max_np: Deprecated: use ``max_num_proc``.
-            **kwargs: More arguments of :class:`ElasticSettings`, such as ``cooldown_range``.
+            **kwargs: More arguments of :class:`ElasticSettings`, such as ``cooldown_range``. Those of launchers that
+                use ``ssh`` or MPI, and those of the output of processes, have no effect.
 
         Returns:
             The settings.
         """
         from horovod.runner import renamed
 
+        given = {"ssh_identity_file": ssh_identity_file, **kwargs}
+        unused = [name for name in _UNUSED_SETTINGS if given.get(name)]
+        if unused:
+            names = ", ".join(f"`{name}`" for name in unused)
+            warn_once(f"without effect: {names}. Ray starts the workers and writes their output")
         limit = timeout.Timeout(timeout_s, "{activity} took longer than {timeout} seconds")
         kwargs = {"discovery": None, "verbose": 1, "key": secret.make_secret_key(), **kwargs}
         return ElasticSettings(
@@ -363,10 +408,7 @@ class ElasticRayExecutor:
         self.settings = settings
         self._slots = (use_gpu, cpus_per_slot, gpus_per_slot or 1)
         self._env_vars = env_vars
-        if override_discovery:
-            settings.discovery = RayHostDiscovery(*self._slots)
-        elif settings.discovery is None:
-            raise ValueError("override_discovery is False, but the settings have no discovery")
+        settings.discovery = choose_discovery(settings.discovery, override_discovery, *self._slots)
         self._job: ElasticJob | None = None
 
     def start(self) -> None:
@@ -375,7 +417,9 @@ class ElasticRayExecutor:
         Raises:
             TimeoutException: There were not enough slots in time.
         """
-        self._job = ElasticJob(self.settings, *self._slots, env_vars=self._env_vars)
+        limit = self.settings.start_timeout
+        variables = {} if limit is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(limit.seconds)}
+        self._job = ElasticJob(self.settings, *self._slots, env_vars={**variables, **(self._env_vars or {})})
         try:
             self._job.driver.wait_for_available_slots(self.settings.num_proc or self.settings.min_num_proc)
         except BaseException:

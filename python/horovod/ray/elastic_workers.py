@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.ray.elastic import ElasticJob
+from horovod.ray.elastic import ElasticJob, choose_discovery
 from horovod.ray.elastic import RayHostDiscovery as RayHostDiscovery
 from horovod.ray.workers import WorkerResources, Workers
 from horovod.runner.elastic.settings import ElasticSettings
@@ -51,12 +51,9 @@ class ElasticWorkers(Workers):
     def __init__(self, settings: Any, params: ElasticSize) -> None:
         self.settings = settings
         self.params = params
-        self._discovery = getattr(settings, "discovery", None)
-        if params.override_discovery:
-            gpus = params.gpus_per_worker or 1
-            self._discovery = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, gpus)
-        elif self._discovery is None:
-            raise ValueError("override_discovery is False, but the settings have no discovery")
+        given = getattr(settings, "discovery", None)
+        slots = (params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1)
+        self._discovery = choose_discovery(given, params.override_discovery, *slots)
         self._creation: tuple[Any, ...] | None = None
         self._env_vars: dict[str, str] = {}
 

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.placement_group import remove_placement_group as remove_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from horovod.common.basics import warn_once
 from horovod.ray.actor import RankActor
 
 
@@ -37,6 +38,19 @@ def reserve(resources_per_bundle: dict[str, float], num_bundles: int, timeout: f
             f"the cluster did not offer {bundles} ({strategy}) within {timeout} s; available now: {available}"
         )
     return group
+
+
+def warn_of_unused_group(argument: str) -> None:
+    """Warn once if the caller is in a placement group that its workers do not use.
+
+    Args:
+        argument: The argument that makes the workers reserve their own resources.
+    """
+    if ray.is_initialized() and get_current_placement_group() is not None:
+        warn_once(
+            f"workers do not use the current placement group: with `{argument}` they reserve other resources. Pass "
+            "`use_current_placement_group=False` to confirm this"
+        )
 
 
 class Placement:

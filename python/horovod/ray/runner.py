@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +9,10 @@ from typing import Any
 
 import ray
 
+from horovod.common.basics import warn_once
 from horovod.ray.coordinator import Coordinator as Coordinator
 from horovod.ray.elastic_workers import ElasticSize, ElasticWorkers
-from horovod.ray.placement import PackedPlacement, Placement, SpreadPlacement
+from horovod.ray.placement import PackedPlacement, Placement, SpreadPlacement, warn_of_unused_group
 from horovod.ray.results import call_all, callbacks_called, gather
 from horovod.ray.workers import WorkerResources, Workers
 from horovod.runner.common.util import secret
@@ -286,11 +286,12 @@ class RayExecutor:
         settings: The result of :meth:`create_settings`.
         num_workers: Number of workers, on as few nodes as possible.
         num_hosts: Number of nodes, with ``num_workers_per_host`` workers on each.
-        num_workers_per_host: Workers of each node.
+        num_workers_per_host: Workers of each node of ``num_hosts``.
         cpus_per_worker: CPUs of each worker.
         use_gpu: Whether workers get GPUs. ``CUDA_VISIBLE_DEVICES`` lists those of all workers of a node by local rank.
         gpus_per_worker: GPUs of each worker; 1 by default with ``use_gpu``.
         use_current_placement_group: Whether workers run in the placement group of the caller, if it is a task of Ray.
+            Only those of ``num_workers`` do.
         min_workers: Least number of workers of an elastic job; without it, the job is not elastic.
         max_workers: Largest number of workers of an elastic job; all slots of the cluster by default.
         reset_limit: Largest number of sessions of an elastic job after the first.
@@ -331,7 +332,7 @@ class RayExecutor:
             The settings.
         """
         if ssh_identity_file or ssh_str:
-            warnings.warn("ssh_identity_file and ssh_str have no effect: Ray starts the workers", stacklevel=2)
+            warn_once("`ssh_identity_file` and `ssh_str` have no effect: Ray starts the workers")
         return RaySettings(
             nics=nics,
             timeout_s=timeout_s,
@@ -361,6 +362,11 @@ class RayExecutor:
             "gpus_per_worker": gpus_per_worker,
         }
         self.workers: Workers
+        self._uses_group = use_current_placement_group
+        #: The argument that makes workers reserve resources outside the caller's placement group.
+        self._reserving = "min_workers" if min_workers is not None else "num_hosts" if num_hosts else None
+        if num_workers_per_host != 1 and not num_hosts:
+            warn_once("`num_workers_per_host` has no effect without `num_hosts`")
         if min_workers is not None:
             if num_workers is not None:
                 raise ValueError("`min_workers` and `num_workers` exclude each other")
@@ -376,7 +382,20 @@ class RayExecutor:
                 **resources,
             )
             self.workers = ElasticWorkers(settings, elastic)
+            default = RaySettings.placement_group_timeout_s
+            if getattr(settings, "placement_group_timeout_s", default) != default:
+                warn_once("`placement_group_timeout_s` has no effect with `min_workers`: set `elastic_timeout`")
         else:
+            elastic_arguments = {
+                "max_workers": max_workers is not None,
+                "reset_limit": reset_limit is not None,
+                "cooldown_range": cooldown_range is not None,
+                "elastic_timeout": elastic_timeout != ElasticSize.elastic_timeout,
+                "override_discovery": not override_discovery,
+            }
+            given = [f"`{name}`" for name, is_given in elastic_arguments.items() if is_given]
+            if given:
+                warn_once(f"without effect: {', '.join(given)}. Only a job with `min_workers` is elastic")
             static = FixedSize(
                 num_workers=num_workers,
                 num_hosts=num_hosts,
@@ -404,6 +423,10 @@ class RayExecutor:
         Raises:
             TimeoutError: The cluster did not offer the resources in time.
         """
+        if executable_cls is None and (executable_args or executable_kwargs):
+            warn_once("`executable_args` and `executable_kwargs` have no effect without `executable_cls`")
+        if self._uses_group and self._reserving:
+            warn_of_unused_group(self._reserving)
         self.workers.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None) -> list[Any]:

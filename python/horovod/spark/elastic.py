@@ -121,8 +121,8 @@ def run_elastic(
         num_proc: Number of processes of the first session; ``spark.default.parallelism`` by default.
         min_num_proc: Least number of processes; ``num_proc`` by default.
         max_num_proc: Largest number of processes; ``num_proc`` by default. The Spark job has that many tasks.
-        start_timeout: Longest wait for Spark's first tasks, in seconds; by default ``HOROVOD_SPARK_START_TIMEOUT``, or
-            600.
+        start_timeout: Longest wait for Spark's first tasks, and of ``hvd.init()`` for the other ranks, in seconds; by
+            default ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
         elastic_timeout: Longest wait of a later session for slots, in seconds; by default ``HOROVOD_ELASTIC_TIMEOUT``,
             or 600.
         reset_limit: Largest number of sessions after the first.
@@ -159,7 +159,8 @@ def run_elastic(
     server = FunctionServer(cloudpickle.dumps((fn, tuple(args), kwargs or {})))
     try:
         with Agents(context, most, stdout, stderr, is_elastic=True) as agents:
-            agents.wait(chosen_timeout(start_timeout), first)
+            start = chosen_timeout(start_timeout)
+            agents.wait(start, first)
             settings = ElasticSettings(
                 discovery=ExecutorDiscovery(agents),
                 min_num_proc=fewest,
@@ -173,7 +174,8 @@ def run_elastic(
                 nics=nics,
                 prefix_output_with_timestamp=prefix_output_with_timestamp,
             )
-            _ElasticJob(settings, agents, server, env or {}).run()
+            variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(start)), **(env or {})}
+            _ElasticJob(settings, agents, server, variables).run()
     finally:
         server.close()
     return [server.results[rank] for rank in sorted(server.results)]

@@ -369,7 +369,7 @@ def fork_children():
             _core.finish()
             time.sleep(600)
         text = os.read(reading, 1000).decode()
-        assert text.startswith("ClosedError: the session is closed: this process was forked"), text
+        assert text.startswith("ClosedError: no further operation runs: this process was forked"), text
         announce("forked")
         time.sleep(600)
     _core.barrier()

@@ -10,6 +10,7 @@ import numpy as np
 from pyspark import cloudpickle
 from pyspark.ml import Estimator, Model
 
+from horovod.common.basics import warn_once
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.data import prepared
 from horovod.spark.common.params import ESTIMATOR, MODEL, KeptParams, with_params
@@ -43,7 +44,10 @@ class HorovodEstimator(KeptParams, Estimator):
         train, val = store.get_train_data_path(dataset_idx), store.get_val_data_path(dataset_idx)
         if not store.is_parquet_dataset(train):
             raise ValueError(f"there is no Parquet data set at `{train}`")
-        return self._trained(backend, train, val if store.is_parquet_dataset(val) else None)
+        has_validation = store.is_parquet_dataset(val)
+        if self.value("validation") and not has_validation:
+            warn_once(f"`validation` has no effect: there is no Parquet data set at `{val}`")
+        return self._trained(backend, train, val if has_validation else None)
 
     def _fit(self, dataset: Any) -> Any:
         backend = self._checked()
@@ -51,6 +55,8 @@ class HorovodEstimator(KeptParams, Estimator):
             return self._trained(backend, train, val)
 
     def _checked(self) -> Backend:
+        # `fit(frame, params)` sets parameters without the methods of this class.
+        self._warn_unused({param.name: value for param, value in self._paramMap.items()})
         missing = [name for name in self._needed() if self.value(name) is None]
         if missing:
             raise ValueError(f"{type(self).__name__} needs the parameters {missing}")

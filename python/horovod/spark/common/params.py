@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,8 +10,14 @@ from pyspark import cloudpickle
 from pyspark.ml.param import Param, Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
+from horovod.common.basics import warn_once
+
 _Class = TypeVar("_Class", bound=type)
 
+#: The meaning of a parameter that exists for compatibility begins with this. The reason follows.
+_UNUSED = "without effect: "
+_READER = f"{_UNUSED}pyarrow reads the files, in the process of the rank"
+_TRANSFORMED = f"{_UNUSED}the result of `transformation_fn` has its own columns"
 #: Parameters of all estimators: default and meaning.
 ESTIMATOR: dict[str, tuple[Any, str]] = {
     "num_proc": (None, "number of processes; that of the backend by default"),
@@ -46,18 +51,18 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "custom_objects": (None, "custom objects of the model by name"),
     "sample_weight_col": (None, "column with the weights of rows"),
     "gradient_compression": (None, "a class of hvd.Compression"),
-    "compress_sparse_cols": (False, "without effect"),
-    "random_seed": (None, "seed of the split and of the order of rows; 0 by default"),
+    "compress_sparse_cols": (False, f"{_UNUSED}vectors are stored as dense arrays"),
+    "random_seed": (None, "seed of the split, of the order of rows (0 by default for both) and of the framework"),
     "backward_passes_per_step": (1, "batches of each optimizer step"),
     "use_gpu": (True, "whether ranks train on a GPU where there is one"),
-    "mp_start_method": (None, "without effect"),
-    "inmemory_cache_all": (False, "without effect"),
-    "reader_pool_type": (None, "without effect"),
-    "train_reader_num_workers": (None, "without effect"),
-    "val_reader_num_workers": (None, "without effect"),
-    "data_module": (None, "without effect"),
-    "transformation_edit_fields": (None, "without effect"),
-    "transformation_removed_fields": (None, "without effect"),
+    "mp_start_method": (None, f"{_UNUSED}ranks start no further processes"),
+    "inmemory_cache_all": (False, f"{_UNUSED}ranks read the files again in each epoch"),
+    "reader_pool_type": (None, _READER),
+    "train_reader_num_workers": (None, _READER),
+    "val_reader_num_workers": (None, _READER),
+    "data_module": (None, _READER),
+    "transformation_edit_fields": (None, _TRANSFORMED),
+    "transformation_removed_fields": (None, _TRANSFORMED),
 }
 #: Parameters of all models.
 MODEL: dict[str, tuple[Any, str]] = {
@@ -158,19 +163,23 @@ class KeptParams(Params, MLReadable, MLWritable):
         unknown = sorted(set(params) - set(self._table))
         if unknown:
             raise TypeError(f"{type(self).__name__} has no parameters {unknown}: there are {sorted(self._table)}")
-        ignored = [
-            name
-            for name, value in params.items()
-            if value != self._table[name] and getattr(type(self), name).doc == "without effect"
-        ]
-        if ignored:
-            warnings.warn(f"{', '.join(ignored)} of {type(self).__name__} have no effect in OpenSMD", stacklevel=4)
+        self._warn_unused(params)
         for name, value in params.items():
             if value is None:
                 self.clear(self.getParam(name))
             else:
                 self._paramMap[self.getParam(name)] = value
         return self
+
+    def _warn_unused(self, params: dict[str, Any]) -> None:
+        """Warn once of each parameter that is set and not used."""
+        for name, value in params.items():
+            doc, default = self.getParam(name).doc, self._table[name]
+            if not doc.startswith(_UNUSED) or value is None:
+                continue
+            # A value of another type, such as an array, may not compare to one result.
+            if not (isinstance(value, type(default)) and value == default):
+                warn_once(f"`{name}` of {type(self).__name__} has no effect: {doc.removeprefix(_UNUSED)}")
 
     def write(self) -> MLWriter:
         """Return the writer: ``object.write().overwrite().save(path)``.

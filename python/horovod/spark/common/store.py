@@ -10,6 +10,8 @@ import posixpath
 from typing import Any
 from urllib.parse import urlsplit
 
+from horovod.common.basics import warn_once
+
 #: Name of a run's checkpoint.
 CHECKPOINT = "checkpoint"
 #: Name of the folder of a run's logs.
@@ -60,7 +62,7 @@ class FilesystemStore(Store):
         test_path: Folder of test data; ``intermediate_test_data`` by default.
         runs_path: Folder of runs, with checkpoints and logs; ``runs`` by default.
         save_runs: Whether runs are saved.
-        storage_options: Arguments of the file system of ``fsspec``.
+        storage_options: Arguments of the file system of ``fsspec``; subclasses use other file systems.
         checkpoint_filename: Name of a run's checkpoint.
     """
 
@@ -82,6 +84,8 @@ class FilesystemStore(Store):
         self._runs_path = runs_path or posixpath.join(self.prefix_path, "runs")
         self._save_runs = save_runs
         self.storage_options = storage_options or {}
+        if self.storage_options and type(self).filesystem is not FilesystemStore.filesystem:
+            warn_once(f"`storage_options` of {type(self).__name__} has no effect: it does not use fsspec")
         self._checkpoint_filename = checkpoint_filename or CHECKPOINT
 
     def get_full_path(self, path: str) -> str:

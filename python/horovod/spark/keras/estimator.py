@@ -16,7 +16,7 @@ from horovod.spark.common.params import with_params
 from horovod.spark.keras import training
 
 _KERAS: dict[str, tuple[Any, str]] = {
-    "checkpoint_callback": (None, "without effect"),
+    "checkpoint_callback": (None, "without effect: the estimator itself writes a checkpoint after each epoch"),
 }
 
 
@@ -76,8 +76,13 @@ class KerasEstimator(HorovodEstimator):
             optimizer = keras.optimizers.serialize(optimizer)
         pickled = cloudpickle.dumps(model)
         custom_objects = self.value("custom_objects") or {}
-        task = training.Task(package, pickled, optimizer, self.value("loss"), custom_objects)
-        results = backend.run(training.train, (task, plain), env=_variables(package))
+        others = cloudpickle.dumps((self.value("loss"), plain.pop("metrics"), plain.pop("callbacks")))
+        task = training.Task(package, pickled, optimizer, others, custom_objects)
+        variables = _variables(package)
+        if not plain["use_gpu"]:
+            # Keras on PyTorch reads it when it is imported. `training` chooses all other devices.
+            variables["KERAS_TORCH_DEVICE"] = "cpu"
+        results = backend.run(training.train, (task, plain), env=variables)
         history, weights = results[0]
         with keras.utils.custom_object_scope(custom_objects):
             trained = cloudpickle.loads(pickled)

@@ -24,14 +24,15 @@ class Task:
         package: ``keras`` or ``tf_keras``.
         model: The model, pickled.
         optimizer: Configuration of the optimizer, or its name.
-        loss: The losses.
+        others: The losses, the metrics and the callbacks, pickled: metrics have variables, and the device must be
+            chosen before they are created.
         custom_objects: Custom objects of the model by name.
     """
 
     package: str
     model: bytes
     optimizer: Any
-    loss: Any
+    others: bytes
     custom_objects: dict[str, Any]
 
 
@@ -48,8 +49,13 @@ def train(task: Task, plain: dict[str, Any]) -> tuple[dict[str, list[float]], li
     keras = importlib.import_module(task.package)
     hvd: Any = importlib.import_module("horovod.keras" if task.package == "keras" else "horovod.tensorflow.keras")
     hvd.init()
+    choose_device(task.package, plain["use_gpu"], hvd.local_rank())
+    if plain["random_seed"] is not None:
+        # Each rank has numbers of its own, as for its dropout. Weights are those of rank 0.
+        keras.utils.set_random_seed(plain["random_seed"] + hvd.rank())
     with keras.utils.custom_object_scope(task.custom_objects):
         model = pickle.loads(task.model)
+        loss, metrics, own_callbacks = pickle.loads(task.others)
         chosen = task.optimizer
         optimizer = keras.optimizers.get(chosen) if isinstance(chosen, str) else keras.optimizers.deserialize(chosen)
     optimizer = hvd.DistributedOptimizer(
@@ -60,16 +66,16 @@ def train(task: Task, plain: dict[str, Any]) -> tuple[dict[str, list[float]], li
     # XLA cannot compile collectives.
     model.compile(
         optimizer=optimizer,
-        loss=task.loss,
+        loss=loss,
         loss_weights=plain["loss_weights"],
-        metrics=plain["metrics"] or None,
+        metrics=metrics or None,
         jit_compile=False,
     )
     first, history = _resume(model, plain, hvd)
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
-        *plain["callbacks"],
+        *own_callbacks,
     ]
     if hvd.rank() == 0:
         callbacks.append(_recorder(keras, plain, history))
@@ -99,6 +105,33 @@ def train(task: Task, plain: dict[str, Any]) -> tuple[dict[str, list[float]], li
             **validation,
         )
     return (history, model.get_weights()) if hvd.rank() == 0 else None
+
+
+def choose_device(package: str, use_gpu: bool, local_rank: int) -> None:
+    """Choose the GPU of this rank, or none. Call this before the framework uses a device.
+
+    Args:
+        package: ``keras`` or ``tf_keras``.
+        use_gpu: Whether the rank trains on a GPU where there is one. If not, Keras on PyTorch needs the variable
+            ``KERAS_TORCH_DEVICE`` in addition.
+        local_rank: The local rank. Ranks share GPUs if there are fewer GPUs than local ranks.
+    """
+    if package == "keras" and importlib.import_module("keras").backend.backend() == "torch":
+        import torch
+
+        if use_gpu and torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    own = [gpus[local_rank % len(gpus)]] if use_gpu else []
+    for gpu in own:
+        # Other ranks may use the same GPU.
+        tf.config.experimental.set_memory_growth(gpu, True)
+    tf.config.set_visible_devices(own, "GPU")
 
 
 def _shard(plain: dict[str, Any], path: str, hvd: Any) -> Shard:

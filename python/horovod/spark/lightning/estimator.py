@@ -13,11 +13,15 @@ from horovod.spark.common.estimator import HorovodEstimator
 from horovod.spark.common.params import with_params
 from horovod.spark.lightning import training
 from horovod.spark.torch import TorchModel as TorchModel
+from horovod.spark.torch.estimator import CUSTOM_OBJECTS_UNUSED
 
 _LIGHTNING: dict[str, tuple[Any, str]] = {
     "trainer_args": (None, "more arguments of `lightning.Trainer`"),
-    "loader_num_epochs": (None, "without effect"),
-    "num_gpus": (None, "without effect"),
+    "loader_num_epochs": (None, "without effect: the loader has rows for all epochs"),
+    "num_gpus": (None, "without effect: each rank trains on one device"),
+    "loss_weights": (None, "without effect: the module computes its loss"),
+    "metrics": ([], "without effect: the history has what the module logs"),
+    "custom_objects": (None, CUSTOM_OBJECTS_UNUSED),
     "logger": (None, "logger of rank 0's trainer"),
     "log_every_n_steps": (50, "steps between two lines of the logger"),
     "terminate_on_nan": (False, "whether a number that is not finite ends the training"),

@@ -7,7 +7,7 @@ the module has logged after each epoch.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning
@@ -32,15 +32,21 @@ def train(task: bytes, plain: dict[str, Any]) -> tuple[list[dict[str, Any]], byt
     from pyspark import cloudpickle
 
     hvd.init()
+    if plain["random_seed"] is not None:
+        # Each rank has numbers of its own, as for its dropout. Parameters are those of rank 0.
+        lightning.seed_everything(plain["random_seed"] + hvd.rank(), verbose=False)
     module = cloudpickle.loads(task)
     ranks = _Ranks(plain)
     first = ranks.resume(module)
+    arguments = dict(plain["trainer_args"] or {})
+    # Added to those below: without the callback of the ranks, gradients would not be averaged.
+    more = arguments.pop("callbacks", None) or []
     has_gpu = plain["use_gpu"] and torch.cuda.is_available()
     options: dict[str, Any] = {
         "accelerator": "gpu" if has_gpu else "cpu",
         "devices": [hvd.local_rank() % torch.cuda.device_count()] if has_gpu else 1,
         "strategy": "auto",
-        "callbacks": [ranks, *plain["callbacks"]],
+        "callbacks": [ranks, *plain["callbacks"], *(more if isinstance(more, list) else [more])],
         "max_epochs": plain["epochs"] - first,
         "accumulate_grad_batches": plain["backward_passes_per_step"],
         "logger": (plain["logger"] or False) if hvd.rank() == 0 else False,
@@ -52,7 +58,7 @@ def train(task: bytes, plain: dict[str, Any]) -> tuple[list[dict[str, Any]], byt
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
-        **(plain["trainer_args"] or {}),
+        **arguments,
     }
     if plain["epochs"] > first:
         trainer = lightning.Trainer(**options)
@@ -94,6 +100,22 @@ class _Rows(torch.utils.data.IterableDataset):
                 shapes = plain["input_shapes" if part == "feature" else "label_shapes"]
                 batch.update(zip(names, shaped([batch[name] for name in names], shapes), strict=True))
             yield dict(zip(batch, inputs(list(batch.values())), strict=True))
+
+
+def averages(figures_of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Average what the ranks have logged.
+
+    Args:
+        figures_of_ranks: The figures of each rank by name. A module may log a name on some ranks only.
+
+    Returns:
+        The average of each name over the ranks that have logged it, in the order of names.
+    """
+    values: dict[str, list[float]] = {}
+    for figures in figures_of_ranks:
+        for name, value in figures.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def _loader(plain: dict[str, Any], first: int, is_training: bool) -> Any:
@@ -138,11 +160,8 @@ class _Ranks(lightning.Callback):
             gradient.copy_(compression.decompress(average, context))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        names = sorted(figures)
-        if names:
-            values = torch.tensor([figures[name] for name in names], dtype=torch.float64, device="cpu")
-            figures = dict(zip(names, hvd.allreduce(values, name="figures").tolist(), strict=True))
+        own = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        figures = averages(hvd.allgather_object(own, name="figures"))
         if hvd.rank() != 0:
             return
         plain, epoch = self._plain, len(self.history)

@@ -15,9 +15,13 @@ from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.params import with_params
 from horovod.spark.torch import training
 
+#: Meaning of `custom_objects` here.
+CUSTOM_OBJECTS_UNUSED = "without effect: models of PyTorch are pickled, and pickle finds their classes"
+
 _TORCH: dict[str, tuple[Any, str]] = {
     "loss_constructors": (None, "functions that create the losses, instead of `loss`"),
-    "train_minibatch_fn": (None, "without effect"),
+    "train_minibatch_fn": (None, "without effect: the estimator itself computes the batches"),
+    "custom_objects": (None, CUSTOM_OBJECTS_UNUSED),
 }
 
 
@@ -48,9 +52,12 @@ class TorchEstimator(HorovodEstimator):
 
     def _train(self, backend: Backend, plain: dict[str, Any]) -> TorchModel:
         constructors, loss = self.value("loss_constructors"), self.value("loss")
+        if constructors is not None and loss is not None:
+            raise ValueError("`loss` and `loss_constructors` exclude each other")
         losses = [make() for make in _listed(constructors)] if constructors is not None else _listed(loss)
         if len(losses) != len(plain["label_cols"]):
             raise ValueError(f"there are {len(losses)} losses for {len(plain['label_cols'])} label columns")
+        _check_for_each_label(plain)
         # The optimizer refers to the model's parameters, so both are pickled together.
         task = cloudpickle.dumps((self.value("model"), self.value("optimizer"), losses))
         results = backend.run(training.train, (task, plain))
@@ -67,6 +74,7 @@ class TorchEstimator(HorovodEstimator):
         )
 
 
+@with_params({"custom_objects": (None, CUSTOM_OBJECTS_UNUSED)})
 class TorchModel(HorovodModel):
     """A trained PyTorch model.
 
@@ -88,6 +96,18 @@ class _Predictor:
             outputs = self._model(*training.inputs(features))
         outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         return [output.numpy() for output in outputs]
+
+
+def _check_for_each_label(plain: dict[str, Any]) -> None:
+    """Check the parameters that have an item for each label."""
+    count, weights, metrics = len(plain["label_cols"]), plain["loss_weights"], plain["metrics"] or []
+    if weights is not None and len(weights) not in (0, count):
+        raise ValueError(f"`loss_weights` has {len(weights)} weights for {count} label columns")
+    are_lists = [isinstance(each, (list, tuple)) for each in metrics]
+    if any(are_lists) and (len(metrics) != count or not all(are_lists)):
+        raise ValueError(
+            f"`metrics` has {sum(are_lists)} lists for {count} label columns: expected a list for each, or functions"
+        )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -42,6 +42,9 @@ def train(task: bytes, plain: dict[str, Any]) -> tuple[list[dict[str, Any]], byt
     from pyspark import cloudpickle
 
     hvd.init()
+    if plain["random_seed"] is not None:
+        # Each rank has numbers of its own, as for its dropout. Parameters are those of rank 0.
+        torch.manual_seed(plain["random_seed"] + hvd.rank())
     model, optimizer, losses = cloudpickle.loads(task)
     trainer = _Trainer(model, optimizer, losses, plain)
     trainer.fit()

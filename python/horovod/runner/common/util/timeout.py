@@ -22,6 +22,11 @@ class Timeout:
         self._timeout_at = time.monotonic() + timeout
         self._message = message
 
+    @property
+    def seconds(self) -> float:
+        """The whole time limit in seconds, not what remains of it."""
+        return self._timeout
+
     def remaining(self) -> float:
         """Return the remaining time.
 
