@@ -137,9 +137,9 @@ pub enum Error {
     #[error("init() called more than once. smdistributed.dataparallel is already initialized.")]
     AlreadyInitialized,
     /// See [`Code::Closed`].
-    #[error("the session is closed: {reason}")]
+    #[error("no further operation runs: {reason}")]
     Closed {
-        /// Why it was closed.
+        /// Why the session, the group or the step has ended.
         reason: String,
     },
     /// See [`Code::InvalidArgument`].
@@ -273,19 +273,6 @@ impl Error {
             Error::Removed(_) => Code::Removed,
             Error::Internal(_) => Code::Internal,
         }
-    }
-
-    /// Whether the session can be used after this error. After a fatal one, every later call fails too.
-    pub fn is_recoverable(&self) -> bool {
-        matches!(
-            self.code(),
-            Code::NotInitialized
-                | Code::AlreadyInitialized
-                | Code::InvalidArgument
-                | Code::Config
-                | Code::Mismatch
-                | Code::Unsupported
-        )
     }
 
     /// The text with its causes.

@@ -78,8 +78,8 @@ pub(super) fn show(args: &PlanArgs) -> Result<String> {
             args.microbatches
         )));
     }
-    let there = schedule == Schedule::ZeroBubble && stages > 1;
-    let placement = if there { StagePlacement::There } else { StagePlacement::Looped };
+    let is_v_shaped = schedule == Schedule::ZeroBubble && stages > 1;
+    let placement = if is_v_shaped { StagePlacement::VShaped } else { StagePlacement::Looped };
     let graph = Graph::chain(ranks, stages, placement, args.microbatches as usize, args.costs)?
         .with_link(LinkCost { latency: args.transfer, bytes_per_tick: 0 });
     let bounds = Bounds {

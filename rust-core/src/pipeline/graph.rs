@@ -72,8 +72,8 @@ impl LinkCost {
 pub enum StagePlacement {
     /// Stage `i` is on rank `i % ranks`: 0 1 2 0 1 2.
     Looped,
-    /// Forth and back: 0 1 2 2 1 0, so that the rank with the input also computes the loss.
-    There,
+    /// V-shaped, forth and back: 0 1 2 2 1 0, so that the rank with the input also computes the loss.
+    VShaped,
 }
 
 /// The stages of a pipeline, the edges between them, their costs, and the number of microbatches.
@@ -144,7 +144,7 @@ impl Graph {
         let stages = (0..ranks * chunks)
             .map(|index| {
                 let (lap, place) = (index / ranks, index % ranks);
-                let back = placement == StagePlacement::There && lap % 2 == 1;
+                let back = placement == StagePlacement::VShaped && lap % 2 == 1;
                 Stage {
                     rank: if back { ranks - 1 - place } else { place },
                     costs,

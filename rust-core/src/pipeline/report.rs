@@ -70,15 +70,19 @@ struct RecordedStep {
 
 /// Arguments of an event about a stage.
 enum StageRecord {
-    Ran(RecordedTask),
-    Takes { from: u64, at: u64 },
+    Task(RecordedTask),
+    /// The stage starts to use the output of stage `from`.
+    Input {
+        from: u64,
+        at: u64,
+    },
 }
 
 impl StageRecord {
     fn start(&self) -> u64 {
         match self {
-            StageRecord::Ran(task) => task.start,
-            StageRecord::Takes { at, .. } => *at,
+            StageRecord::Task(task) => task.start,
+            StageRecord::Input { at, .. } => *at,
         }
     }
 }
@@ -156,7 +160,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         let number = |key| line.args.get(key).and_then(serde_json::Value::as_u64);
         let (start, end) = ((line.ts * 1e3) as u64, ((line.ts + line.dur) * 1e3) as u64);
         if let (STAGE_INPUT, Some(from)) = (line.name.as_str(), number(INPUT_STAGE)) {
-            records.entry(line.pid).or_default().push((line.tid, StageRecord::Takes { from, at: start }));
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Input { from, at: start }));
         }
         let kind = match line.name.as_str() {
             "forward" => ActionKind::Forward,
@@ -167,7 +171,7 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         };
         if let ("X", Some(microbatch)) = (line.ph.as_str(), number("microbatch")) {
             let task = RecordedTask { kind, stage: 0, microbatch, start, end };
-            records.entry(line.pid).or_default().push((line.tid, StageRecord::Ran(task)));
+            records.entry(line.pid).or_default().push((line.tid, StageRecord::Task(task)));
         }
     }
     let mut ranks = BTreeMap::new();
@@ -179,14 +183,14 @@ fn steps(text: &str) -> BTreeMap<usize, Vec<RecordedStep>> {
         for (track, records) in list {
             let Some(&stage) = stages.get(&(rank, track)) else { continue };
             match records {
-                StageRecord::Ran(task) => {
+                StageRecord::Task(task) => {
                     if !seen.insert((task.kind, stage, task.microbatch)) {
                         steps.push(RecordedStep::default());
                         seen = HashSet::from([(task.kind, stage, task.microbatch)]);
                     }
                     steps.last_mut().expect("it begins with one").tasks.push(RecordedTask { stage, ..task });
                 }
-                StageRecord::Takes { from, .. } => {
+                StageRecord::Input { from, .. } => {
                     steps.last_mut().expect("it begins with one").edges.insert((from, stage));
                 }
             }

@@ -83,7 +83,7 @@ fn more_active_microbatches_fill_the_gap_before_the_first_gradient() {
 #[test]
 fn a_chain_there_and_back_leaves_no_gap_but_at_its_ends() {
     for (p, m) in [(2, 4), (3, 6), (4, 8), (4, 17), (8, 24)] {
-        let graph = Graph::chain(p, 2, StagePlacement::There, m, Costs::UNIT).unwrap();
+        let graph = Graph::chain(p, 2, StagePlacement::VShaped, m, Costs::UNIT).unwrap();
         let timeline = timeline(&graph, Schedule::ZeroBubble);
         assert!((idle(&graph, &timeline) - (p - 1) as f64).abs() < 1e-9, "{p} {m}: {}", idle(&graph, &timeline));
         assert!(timeline.peak_bytes.iter().all(|&bytes| bytes <= 2 * p as u64), "{:?}", timeline.peak_bytes);
@@ -200,7 +200,7 @@ fn programs_are_those_of_the_golden_file() {
         (Schedule::Interleaved, 4, 1, StagePlacement::Looped, 6),
         (Schedule::Interleaved, 2, 2, StagePlacement::Looped, 4),
         (Schedule::ZeroBubble, 4, 1, StagePlacement::Looped, 8),
-        (Schedule::ZeroBubble, 3, 2, StagePlacement::There, 6),
+        (Schedule::ZeroBubble, 3, 2, StagePlacement::VShaped, 6),
     ];
     let mut text = String::new();
     for (schedule, ranks, chunks, placement, microbatches) in cases {

@@ -159,7 +159,7 @@ impl Session {
             true => mpi::provide(deadline),
             false => Err(Error::Unsupported("no MPI launcher (`mpirun`) started the job".to_owned())),
         };
-        match self.between.get() {
+        match self.host_connection.get() {
             Some(HostConnection::Mpi(engine)) => Ok(engine.world(self.size(), &self.monitor, deadline)?.any_thread),
             Some(HostConnection::Tcp(_)) => match provided() {
                 Err(error) => Err(error),
@@ -251,7 +251,7 @@ impl Session {
         members: Members,
         timeout: Duration,
     ) -> Result<Arc<dyn Transport>> {
-        let carrier: Arc<dyn Carrier> = match self.between.get() {
+        let carrier: Arc<dyn Carrier> = match self.host_connection.get() {
             Some(HostConnection::Mpi(engine)) => engine.clone(),
             Some(HostConnection::Tcp(network)) => network.clone(),
             Some(HostConnection::OneHost) | None => {

@@ -70,7 +70,7 @@ pub struct Session {
     control: Control,
     groups: Groups,
     /// The connection between the hosts of the job; set before the first group is created.
-    between: OnceLock<HostConnection>,
+    host_connection: OnceLock<HostConnection>,
     /// Whether the ranks connected through a framework's store. The next rendezvous of this kind replaces this session.
     uses_store_rendezvous: bool,
     /// Processes outside of the job may know its secret.
@@ -269,7 +269,7 @@ impl Session {
             monitor,
             control: Control::Alone(Arc::default()),
             groups: Groups::new(timeout),
-            between: OnceLock::new(),
+            host_connection: OnceLock::new(),
             uses_store_rendezvous,
             open: false,
             memberships: AtomicUsize::new(0),
@@ -315,7 +315,7 @@ impl Session {
             monitor,
             control: Control::Connected(client),
             groups: Groups::new(timeout),
-            between: OnceLock::new(),
+            host_connection: OnceLock::new(),
             uses_store_rendezvous,
             open: false,
             memberships: AtomicUsize::new(0),
@@ -330,7 +330,7 @@ impl Session {
     /// created, on the others afterwards.
     fn make_world(&self, variables: &env::Variables, deadline: Instant) -> Result<()> {
         let between = self.meet_hosts(variables, deadline)?;
-        self.between.get_or_init(|| between);
+        self.host_connection.get_or_init(|| between);
         let timeout = deadline.saturating_duration_since(Instant::now());
         let first = self.local_rank() == 0;
         // Before the group exists, so that the publisher finds the counters of all ranks of the host after that.
@@ -377,7 +377,7 @@ impl Session {
         self.replicas.join();
         self.groups.close(reason);
         self.graph_reducers.close();
-        if let Some(between) = self.between.get() {
+        if let Some(between) = self.host_connection.get() {
             between.flush();
         }
         if let Control::Connected(client) = &self.control {
@@ -385,7 +385,7 @@ impl Session {
             client.leave();
         }
         // The other ranks learn of the leave before, or soon after, they see this rank's connections close.
-        if let Some(between) = self.between.get() {
+        if let Some(between) = self.host_connection.get() {
             between.close();
         }
         metrics::stop();

@@ -218,7 +218,7 @@ pub(super) fn closing_ends_waits(make: MakeTransports) {
     communicator.close("the test ends");
     for _ in 0..3 {
         let error = receiver.recv_timeout(Duration::from_secs(10)).unwrap().unwrap_err();
-        assert_eq!(error.to_string(), "the session is closed: the test ends");
+        assert_eq!(error.to_string(), "no further operation runs: the test ends");
     }
     assert_eq!(communicator.run(&Request::Barrier).unwrap_err().code(), Code::Closed);
 }

@@ -174,7 +174,7 @@ impl ElasticSupervisor {
     /// Sleeps until there is a signal, output, an event, or `sleep` has passed.
     fn wait_for_events(&self, signals: &Signals, sleep: Duration) -> Result<()> {
         let pipes = self.workers.values().flat_map(|worker| worker.streams.pipes());
-        let mut fds: Vec<_> = [signals.as_fd(), self.server.bell()]
+        let mut fds: Vec<_> = [signals.as_fd(), self.server.doorbell()]
             .into_iter()
             .chain(pipes)
             .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))

@@ -1,7 +1,7 @@
 //! Decides which thread reads the connections: `smd-tcp`, or a caller that waits for frames.
 //!
 //! ```text
-//!   epoll of the thread --+-- bell: commands, timers that changed
+//!   epoll of the thread --+-- doorbell: commands, timers that changed
 //!                         +-- epoll of the connections; not while a caller receives
 //! ```
 //!
@@ -9,7 +9,7 @@
 //!   they receive.
 //! - GATE-2: when the last caller has stopped, data that arrived before or arrives later wakes the thread. The epoll of
 //!   the connections is watched for its level, so nothing is missed in between. What a caller took from the epoll and
-//!   left undone is announced by the bell, unless the thread will look at one of the next two ticks.
+//!   left undone is announced by the doorbell, unless the thread will look at one of the next two ticks.
 //! - GATE-3: callers that begin and stop make no system call. To switch the epoll twice for each wait took a quarter of a
 //!   small all-reduce, and to set a timer more than that.
 
@@ -28,7 +28,7 @@ pub(super) struct ReceiveGate {
     epoll: OwnedFd,
     /// The epoll of the connections; a descriptor of its own, so that it outlives the service.
     connections: OwnedFd,
-    bell: OwnedFd,
+    doorbell: OwnedFd,
     /// How often callers have looked for frames.
     looks: AtomicU64,
     state: Mutex<GateState>,
@@ -48,11 +48,11 @@ impl ReceiveGate {
     pub(super) fn new(connections: impl AsFd) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let connections = io::fcntl_dupfd_cloexec(connections, 0)?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &connections, CONNECTIONS, EventFlags::IN)?;
-        epoll::add(&epoll, &bell, DOORBELL, EventFlags::IN)?;
+        epoll::add(&epoll, &doorbell, DOORBELL, EventFlags::IN)?;
         let state = GateState { callers: ReceivingCallers::default(), is_watched: true };
-        Ok(Self { epoll, connections, bell, looks: AtomicU64::new(0), state: Mutex::new(state) })
+        Ok(Self { epoll, connections, doorbell, looks: AtomicU64::new(0), state: Mutex::new(state) })
     }
 
     /// Waits until the thread has something to do, and at most until the limit, which is a tick while callers receive.
@@ -61,13 +61,13 @@ impl ReceiveGate {
         // A limit that has no such form is longer than any process lives.
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut events = [const { epoll::Event { flags: EventFlags::empty(), data: DOORBELL } }; 2];
-        let is_bell = |event: &epoll::Event| {
+        let is_doorbell = |event: &epoll::Event| {
             // The structure is packed.
             let data = event.data;
             data == DOORBELL
         };
         match epoll::wait(&self.epoll, &mut events[..], limit.as_ref()) {
-            Ok(count) if events[..count].iter().any(is_bell) => match io::read(&self.bell, &mut [0; 8]) {
+            Ok(count) if events[..count].iter().any(is_doorbell) => match io::read(&self.doorbell, &mut [0; 8]) {
                 Ok(_) | Err(Errno::AGAIN) => Ok(true),
                 Err(error) => Err(error),
             },
@@ -87,7 +87,7 @@ impl ReceiveGate {
 
     /// Wakes the thread.
     pub(super) fn ring(&self) {
-        match io::write(&self.bell, &1u64.to_ne_bytes()) {
+        match io::write(&self.doorbell, &1u64.to_ne_bytes()) {
             // A counter at its maximum wakes, too.
             Ok(_) | Err(Errno::AGAIN) => {}
             Err(error) => tracing::error!("waking the thread that serves other hosts: {error}"),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bell_rings_while_a_caller_receives() {
+    fn the_doorbell_rings_while_a_caller_receives() {
         let (gate, _connections, _data) = gate();
         gate.enter();
         gate.ring();

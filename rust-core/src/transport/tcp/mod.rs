@@ -170,7 +170,7 @@ impl TcpState {
                 let has_more = service.has_more();
                 self.has_more.store(has_more, Ordering::SeqCst);
                 match service.limit() {
-                    // Callers read the remaining frames, or wake this thread by the bell.
+                    // Callers read the remaining frames, or wake this thread by the doorbell.
                     limit if callers_receive => Some(limit.map_or(TICK, |limit| limit.min(TICK))),
                     _ if has_more => Some(Duration::ZERO),
                     limit => limit,

@@ -74,7 +74,7 @@ struct ServerState {
     events: Mutex<Vec<JobEvent>>,
     counters: Mutex<BTreeMap<usize, Snapshot>>,
     /// Becomes readable when there are events.
-    bell: OwnedFd,
+    doorbell: OwnedFd,
 }
 
 /// A running rendezvous server, which ends when dropped.
@@ -147,7 +147,7 @@ impl Server {
             changed: Condvar::new(),
             events: Mutex::default(),
             counters: Mutex::default(),
-            bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?,
+            doorbell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(|error| io(error.into()))?,
         });
         let server = Loop {
             _guard: fork::Guard::new(&listener),
@@ -186,7 +186,7 @@ impl Server {
     /// The events of an elastic job since the last call.
     pub fn take_events(&self) -> Vec<JobEvent> {
         // The counter only serves to wake the poller; its value does not matter.
-        let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+        let _ = rustix::io::read(&self.shared.doorbell, &mut [0; 8]);
         std::mem::take(&mut *self.shared.events.lock())
     }
 
@@ -196,8 +196,8 @@ impl Server {
     }
 
     /// A descriptor that is readable while there may be events.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        self.shared.bell.as_fd()
+    pub fn doorbell(&self) -> BorrowedFd<'_> {
+        self.shared.doorbell.as_fd()
     }
 
     /// Begins a session of these workers, in the order of ranks.
@@ -550,7 +550,7 @@ impl Loop {
         if !events.is_empty() {
             self.shared.events.lock().extend(events);
             // The write fails only if the pipe is full, and then it is readable.
-            let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.shared.doorbell, &1u64.to_ne_bytes());
         }
         let mut connected = self.shared.connected.lock();
         if *connected != self.job.connected() {

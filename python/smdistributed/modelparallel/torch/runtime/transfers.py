@@ -28,12 +28,12 @@ class Transfers:
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], place: int, device: torch.device) -> None:
         self._group, self._members, self._place, self._device = group, list(members), place, device
         #: Handles of messages from CPU memory.
-        self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._pending_sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         #: The last message from a device to each partition.
         self._latest: dict[int, dist.Work] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         #: A separate group for comparisons that run at the same time as other operations of the pipeline.
-        self._beside: dist.ProcessGroup | None = None
+        self._comparison_group: dist.ProcessGroup | None = None
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
         """Open channels in both directions between the pairs of ranks that exchange tensors.
@@ -77,9 +77,9 @@ class Transfers:
             # would need more memory, the farther the host is ahead.
             self._latest[to] = work
             return
-        self._under_way.append((work, tensor))
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()[0].wait()
+        self._pending_sends.append((work, tensor))
+        while self._pending_sends and self._pending_sends[0][0].is_completed():
+            self._pending_sends.popleft()[0].wait()
 
     def receive(self, meta: TensorMeta, source: int) -> PendingReceive:
         """Receive a tensor from the partition ``source``; return at once."""
@@ -93,8 +93,8 @@ class Transfers:
         """Wait until all messages are sent; on a device, make the current stream wait for that."""
         while self._latest:
             self._latest.popitem()[1].wait()
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        while self._pending_sends:
+            self._pending_sends.popleft()[0].wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Broadcast ``tensor`` of ``source`` to all ranks of the pipeline, in place."""
@@ -143,11 +143,11 @@ class Transfers:
 
     def begin_comparison(self, numbers: Sequence[int]) -> Comparison:
         """Begin :meth:`compare` on a group of its own, in parallel with other transfers; return at once."""
-        if self._beside is None:
-            self._beside = dist.new_group(self._members)
+        if self._comparison_group is None:
+            self._comparison_group = dist.new_group(self._members)
         mine = torch.tensor(numbers, device="cpu")
         gathered = torch.empty(len(self._members) * len(numbers), dtype=torch.int64, device="cpu")
-        work = dist.all_gather_into_tensor(gathered, mine, self._beside, async_op=True)
+        work = dist.all_gather_into_tensor(gathered, mine, self._comparison_group, async_op=True)
         assert work is not None
         return Comparison(mine, gathered, len(self._members), work)
 
