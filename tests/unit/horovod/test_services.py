@@ -3,7 +3,9 @@
 import http.client
 import io
 import socket
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -20,6 +22,7 @@ from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationMa
 from horovod.runner.http import http_client, http_server
 from horovod.runner.util import cache
 from horovod.runner.util import network as interfaces
+from support import hosts
 
 KEY = secret.make_secret_key()
 
@@ -467,3 +470,48 @@ def test_failed_elastic_jobs_report_the_reason():
     assert driver.get_results().error_message == "the discovery of hosts failed: no such script"
     with pytest.raises(RuntimeError, match="no such script"):
         driver.start(1, fail)
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_read_ends_when_the_peers_host_is_cut_off(is_idle):
+    """Also while sent data is not acknowledged, when the system sends no keepalive probes."""
+    server = "import socket, sys; socket.create_server((sys.argv[1], 7000)).accept()[0].recv(2); sys.stdin.read()"
+    client = """
+        import socket, sys
+        from horovod.runner.util import peers
+        peers._KEEPALIVE_S = 1
+        with socket.create_connection((sys.argv[1], 7000), 20) as peer:
+            peer.settimeout(None)
+            peers.notice_lost_hosts(peer)
+            print("connected", flush=True)
+            sys.stdin.readline()
+            if sys.argv[2] == "False":
+                peer.sendall(b"x")
+            peer.recv(1)
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with hosts.Hosts(2) as two:
+        address = hosts.address(1)
+        listening = subprocess.Popen([*two.on(1), sys.executable, "-c", server, address], **pipes)
+        program = [sys.executable, "-c", textwrap.dedent(client), address, str(is_idle)]
+        try:
+            reading = _connected([*two.on(0), *program], pipes)
+            two.cut(1)
+            _, errors = reading.communicate("\n", timeout=30)
+        finally:
+            for each in (listening, reading):
+                each.kill()
+                each.communicate()
+    assert "TimeoutError" in errors or "No route to host" in errors, errors
+
+
+def _connected(command, pipes):
+    """Starts a program again until it has connected, because the server may not listen yet."""
+    for _ in range(50):
+        program = subprocess.Popen(command, **pipes)
+        if program.stdout.readline() == "connected\n":
+            return program
+        _, errors = program.communicate()
+        time.sleep(0.2)
+    raise AssertionError(errors)

@@ -6,11 +6,11 @@ import hmac
 import http.client
 import pickle
 import secrets
-import socket
 from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.http import http_server
+from horovod.runner.util.peers import notice_lost_hosts
 
 try:
     import cloudpickle
@@ -19,8 +19,6 @@ except ImportError:
 
 #: Seconds to wait for an answer, except for a rank in an elastic job, which takes until the next session.
 _TIMEOUT_S = 600
-#: Seconds after which the failure of a host is noticed.
-_KEEPALIVE_S = 30
 
 
 def request(
@@ -52,8 +50,7 @@ def request(
     connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
     try:
         connection.connect()
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        notice_lost_hosts(connection.sock)
         if scope == http_server.RANK_AND_SIZE:
             connection.sock.settimeout(None)
         connection.request(method, path, body or None, headers)

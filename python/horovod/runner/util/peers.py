@@ -122,6 +122,9 @@ def connect(address: str, port: int, key: bytes) -> tuple[Connection, str]:
 def notice_lost_hosts(peer: socket.socket) -> None:
     """Let reads of a connection fail when the peer's host does not answer any more.
 
+    Keepalive asks the host while the connection is idle. While sent data is not acknowledged, no questions are sent
+    (tcp(7)), and the user timeout limits the wait.
+
     Args:
         peer: The connection's socket.
     """
@@ -129,6 +132,8 @@ def notice_lost_hosts(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
+    limit_ms = 1000 * _KEEPALIVE_S * (1 + _KEEPALIVES)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
 
 def limit_waits(peer: socket.socket, seconds: int) -> None:

@@ -23,6 +23,7 @@ from horovod.runner.common.util import secret
 from horovod.runner.util.connections import Connections
 from horovod.runner.util.network import get_local_host_intfs
 from horovod.runner.util.network import get_local_intfs as get_local_intfs
+from horovod.runner.util.peers import notice_lost_hosts
 from horovod.runner.util.streams import Pipe
 from horovod.runner.util.threads import execute_function_multithreaded, in_thread
 
@@ -380,8 +381,7 @@ class BasicClient:
     ) -> Any:
         with socket.create_connection(address, timeout=self._probe_timeout) as connection:
             # The answer may take long, but the connection must notice a host that has failed.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            notice_lost_hosts(connection)
             with connection.makefile("rwb") as file:
                 challenge = os.urandom(_CHALLENGE_BYTES)
                 wire = Wire(self._key, _exactly(file, _CHALLENGE_BYTES) + challenge + self._service_name.encode())
