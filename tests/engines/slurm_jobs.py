@@ -217,8 +217,11 @@ def meet(cluster, starter, users, own_secrets):
     """Two jobs at once, each in a session of its own. Returns the places with their secrets, and what they have printed."""
     environment = {name: value for name, value in cluster.environment.items() if name != "SMD_SECRET"}
 
+    # Before any job starts: a skipped test must leave none.
+    pythons = {user: python_of(user) for user in users}
+
     def start(number, user, secret):
-        words = [*cluster.command(*as_user(user, reads_all=False), "env", *PACKAGES), *starter, python_of(user)]
+        words = [*cluster.command(*as_user(user, reads_all=False), "env", *PACKAGES), *starter, pythons[user]]
         own = {"SMD_SECRET": secret} if secret else {}
         return Job(user, words, environment | own, factor=10**number)
 

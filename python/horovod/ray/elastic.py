@@ -304,7 +304,11 @@ class ElasticJob:
             actor.set_queue.remote(queue),
             actor.make_executable.remote(*self._creation),
         ]
-        ray.get(references)
+        for reference in references:
+            # The last one calls the script's code, so it may take long.
+            outcome(reference)
+            if any(event.is_set() for event in events):
+                return 1
         result = outcome(actor.execute_elastic.remote(function))
         if result is None:
             return 1

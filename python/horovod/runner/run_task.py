@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from multiprocessing.connection import Client
 from typing import Any
 
 from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.runner.util.peers import connect
 
 try:
     import cloudpickle as pickle
@@ -45,7 +45,8 @@ def main() -> int:
     *named, port, key = os.environ.pop("HOROVOD_RUN_FUNCTION_SERVER").split(":")
     # The launcher is on the rendezvous's host; without a rendezvous, the processes of `mpirun` are on the same host.
     host = named[0] if named else os.environ.get("SMD_RENDEZVOUS", "127.0.0.1:0").rpartition(":")[0]
-    with Client((host, int(port)), authkey=bytes.fromhex(key)) as connection:
+    connection, _ = connect(host, int(port), bytes.fromhex(key))
+    with connection:
         func, args, kwargs = pickle.loads(connection.recv_bytes())
         try:
             result = func(*args, **kwargs)

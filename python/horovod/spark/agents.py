@@ -17,6 +17,7 @@ from pyspark import InheritableThread, SparkContext
 
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.util.peers import PeerServer
+from horovod.runner.util.threads import in_thread
 from horovod.spark import agent
 from horovod.spark.agent import Greeting
 
@@ -98,19 +99,33 @@ class Agent:
         self._codes.put(None)
 
     def listen(self) -> None:
-        """Receive the task's messages until it ends."""
+        """Receive the task's messages until it ends.
+
+        Another thread writes the output. While a stream blocks, such as that of a stopped terminal, messages are still
+        received: a task whose messages are not received counts the driver's host as lost.
+        """
+        messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        writer = in_thread(self._handle, (messages,), name="horovod-spark-output")
         try:
             while True:
-                message = self._connection.recv()
+                messages.put(self._connection.recv())
+        except (EOFError, OSError):
+            # The task has ended.
+            return
+        finally:
+            messages.put(None)
+            writer.join()
+
+    def _handle(self, messages: queue.SimpleQueue[Any]) -> None:
+        """Handle messages in their order, until there is a ``None``."""
+        try:
+            while (message := messages.get()) is not None:
                 if message[0] == "ended":
                     self._codes.put(message[1])
                     continue
                 stream = self._streams[message[1]] or getattr(sys, message[1])
                 stream.write(message[2])
                 stream.flush()
-        except (EOFError, OSError):
-            # The task has ended.
-            return
         finally:
             self.forget()
 

@@ -60,7 +60,11 @@ def raise_on_all_ranks(
     except Exception as error:
         own_failure, cause = failure(rank, error), error
     shown = repr(same(result)) if cause is None and same is not None else None  # type: ignore[arg-type]
-    answers = gather((own_failure, shown, what))
+    try:
+        answers = gather((own_failure, shown, what))
+    except Exception as error:
+        # Another rank has died meanwhile, or does not arrive. This rank's own failure may be the reason.
+        raise error from cause
     # If ranks disagree on the error's class, the first one's is raised on all of them.
     what = answers[0][2]
     failures = [tuple(each) for each, _, _ in answers if each is not None]

@@ -79,13 +79,17 @@ class Saver:
         with errors.translated(CLASSES):
             return raise_on_all_ranks(translated, self._rank, self._gather, what, same)
 
-    def save(self, tag: str, step: int, make: Callable[[], Content], asynchronous: bool) -> None:
+    def save(
+        self, tag: str, step: int, prepare: Callable[[], Any], make: Callable[[Any], Content], asynchronous: bool
+    ) -> None:
         """Save a checkpoint; returns when it is complete, or with ``asynchronous``, when the state has been copied.
 
         Args:
             tag: The checkpoint's name, the same on all ranks.
             step: The number of the training step, the same on all ranks.
-            make: Returns what this rank saves.
+            prepare: The part of the work that needs no other rank.
+            make: Returns what this rank saves, from the result of `prepare`. It is called once that has succeeded on
+                all ranks, so it may communicate.
             asynchronous: Whether files are written in the background.
 
         Raises:
@@ -96,20 +100,22 @@ class Saver:
         what = f"checkpoint {tag!r} could not be written to `{self._directory}`"
         number = shares.next_save_id()
 
-        def begin() -> Content:
-            content = make()
+        def begin() -> Any:
+            prepared = prepare()
             _core.checkpoint_check_tag(tag)
             if self._rank == 0:
                 self._saver.open(tag, number)
-            return content
+            return prepared
 
-        def join() -> None:
+        def join() -> Content:
+            content = make(prepared)
             if self._rank > 0:
                 self._saver.open(tag, number)
+            return content
 
         try:
-            content = self._on_all_ranks(begin, what, lambda _: {"tag": tag, "step": step, "attempt": number})
-            self._on_all_ranks(join, what)
+            prepared = self._on_all_ranks(begin, what, lambda _: {"tag": tag, "step": step, "attempt": number})
+            content = self._on_all_ranks(join, what)
             self._on_all_ranks(
                 lambda: self._saver.save(
                     tag, step, number, content.layout, content.text, content.shard_slices, asynchronous, content.owner

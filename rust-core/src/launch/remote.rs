@@ -67,10 +67,17 @@ impl Ssh {
         command: &[OsString],
         variables: &BTreeMap<OsString, OsString>,
     ) -> (Vec<OsString>, Vec<u8>) {
-        let mut ssh: Vec<OsString> =
-            ["ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10"]
-                .map(Into::into)
-                .to_vec();
+        let mut ssh: Vec<OsString> = vec!["ssh".into()];
+        // Without `ServerAliveInterval`, ssh notices a host that is cut off after hours.
+        for option in [
+            "PasswordAuthentication=no",
+            "StrictHostKeyChecking=no",
+            "ConnectTimeout=10",
+            "ServerAliveInterval=5",
+            "ServerAliveCountMax=3",
+        ] {
+            ssh.extend(["-o".into(), option.into()]);
+        }
         if let Some(port) = self.port {
             ssh.extend(["-p".into(), port.to_string().into()]);
         }
@@ -243,7 +250,8 @@ mod tests {
         let variables = BTreeMap::from([("SMD_SECRET".into(), "very".into())]);
         let (words, script) = ssh.wrap("node-1", &["train".into()], &variables);
         let line = words.join(OsStr::new(" ")).into_string().unwrap();
-        let options = "-o PasswordAuthentication=no -o StrictHostKeyChecking=no -o ConnectTimeout=10 -p 2222 -i /id";
+        let options = "-o PasswordAuthentication=no -o StrictHostKeyChecking=no -o ConnectTimeout=10 \
+                       -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 2222 -i /id";
         assert_eq!(line, format!("ssh {options} node-1 exec sh"));
         assert!(String::from_utf8(script).unwrap().contains("export SMD_SECRET='very'\n"));
     }

@@ -99,6 +99,12 @@ def _check_restores(folder):
         assert train() == after
         assert int(saved.steps) == 5
 
+    # Folders of their own, as on different hosts, of which one has no checkpoint.
+    own = f"{folder}/tensorflow" if smp.rank() == 0 else f"{folder}/elsewhere"
+    manager = smp.CheckpointManager(saved, own, **{**options, "format": "tensorflow"})
+    with pytest.raises(SMPCheckpointError, match=r"rank 0 finds 'ckpt-[0-9]+' and rank 1 finds None"):
+        manager.restore()
+
     # `tf.train.Checkpoint.restore` before the first step, and a hook that fails in its first call.
     saved, _, update = _job()
     with pytest.raises(tf.errors.NotFoundError):

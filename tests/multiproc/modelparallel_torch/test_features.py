@@ -345,6 +345,12 @@ def _features_body():
         found = clip_grad_norm_((p for p in some), 1e9, error_if_nonfinite=True)
         assert math.isclose(found, expected_of_some, rel_tol=1e-6), places
         assert math.isclose(smp.clip_grad_norm_(some, 1e9), expected_of_some, rel_tol=1e-6), places
+    # Lists that are empty, or have one parameter, on some ranks only.
+    for place in (0, 3):
+        for some in ([p for p in model.module[place].parameters() if p.grad is not None], [model.module[place].weight]):
+            squares = sum(float(p.grad.square().sum()) for p in some if p.grad is not None)
+            expected_of_some = math.sqrt(sum(smp.allgather(squares, smp.PP_GROUP)))
+            assert math.isclose(clip_grad_norm_(some, 1e9), expected_of_some, rel_tol=1e-6), place
     for p in model.parameters():
         single = torch.nn.utils.clip_grad_norm_(p, 1e9)
         assert math.isclose(single, 0.0 if p.grad is None else p.grad.norm(), rel_tol=1e-6)

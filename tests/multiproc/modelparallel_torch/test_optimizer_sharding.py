@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 
 import pytest
 
@@ -102,6 +104,7 @@ def _equality(torch, smp, config, passes, clip, keep):
             assert value.shape == wanted.shape, (name, key)
             torch.testing.assert_close(value, wanted, rtol=100 * tolerance, atol=tolerance)
     _check_memory(torch, smp, model, optimizer)
+    _check_rejected_content(smp)
     if smp.pp_size() > 1:
         from smdistributed.modelparallel import exceptions
 
@@ -111,6 +114,21 @@ def _equality(torch, smp, config, passes, clip, keep):
                 function(list(model.module.last.parameters()), 1.0)
     torch.distributed.destroy_process_group()
     smp.shutdown()
+
+
+def _check_rejected_content(smp):
+    """Asserts that content that rank 0 cannot save raises on all ranks before they put sharded tensors together."""
+    from smdistributed.modelparallel import exceptions
+
+    folder = smp.allgather(tempfile.mkdtemp() if smp.rank() == 0 else None, smp.WORLD)[0]
+    manager = smp.CheckpointManager(folder)
+    with pytest.raises(exceptions.SMPCheckpointError, match=r"`user_content\['args'\]` is a"):
+        manager.save(1, {"args": object()})
+    manager.save(1, {"args": 2})
+    assert manager.load() == {"args": 2}
+    smp.barrier()
+    if smp.rank() == 0:
+        shutil.rmtree(folder)
 
 
 def _check_memory(torch, smp, model, optimizer):

@@ -29,7 +29,7 @@ from horovod.runner.common.util import (
     tiny_shell_exec,
 )
 from horovod.runner.driver import driver_service
-from horovod.runner.elastic import worker
+from horovod.runner.elastic import discovery, worker
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
 from horovod.runner.util import lsf, network, streams, threads
@@ -609,6 +609,9 @@ def test_small_helpers(monkeypatch):
     with pytest.raises(RuntimeError, match="Could not determine process rank and size"):
         env.get_env_rank_and_size()
     assert HostDiscoveryScript("printf 'a:2\\nb\\n'", 3).find_available_hosts_and_slots() == {"a": 2, "b": 3}
+    monkeypatch.setattr(discovery, "_LONGEST_RUN_S", 0.2)
+    with pytest.raises(RuntimeError, match=r"script sleep 60 took longer than 0\.2 s"):
+        HostDiscoveryScript("sleep 60", 3).find_available_hosts_and_slots()
     assert FixedHosts({"a": 1}).find_available_hosts_and_slots() == {"a": 1}
     assert _HorovodArgs().num_proc == 1
     assert _HorovodArgs().hosts is None

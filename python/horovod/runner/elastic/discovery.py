@@ -11,6 +11,9 @@ from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.elastic.constants import HostUpdateResult
 from smdistributed import _core
 
+#: Seconds after which a script is ended. Without a limit, a service that does not answer would stop the discovery.
+_LONGEST_RUN_S = 60
+
 
 class HostDiscovery:
     """The interface of a discovery of hosts."""
@@ -41,9 +44,21 @@ class HostDiscoveryScript(HostDiscovery):
 
         Returns:
             Slots by name.
+
+        Raises:
+            RuntimeError: The script failed, or took longer than 60 seconds.
+            ValueError: A line has no number of slots, and there is no default.
         """
-        output = io.StringIO()
-        code = safe_shell_exec.execute(self.script, stdout=output)
+        output, is_late = io.StringIO(), threading.Event()
+        timer = threading.Timer(_LONGEST_RUN_S, is_late.set)
+        timer.daemon = True
+        timer.start()
+        try:
+            code = safe_shell_exec.execute(self.script, stdout=output, events=[is_late])
+        finally:
+            timer.cancel()
+        if is_late.is_set():
+            raise RuntimeError(f"the discovery script {self.script} took longer than {_LONGEST_RUN_S} s")
         if code != 0:
             raise RuntimeError(f"Failed to execute discovery script: {self.script}. Exit code: {code}")
         found: dict[str, int] = {}

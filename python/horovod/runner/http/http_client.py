@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.http import http_server
-from horovod.runner.util.peers import notice_lost_hosts
+from horovod.runner.util.peers import GREETING_TIME_S, notice_lost_hosts
 
 try:
     import cloudpickle
@@ -47,12 +47,11 @@ def request(
         raise RuntimeError(f"the store needs the job's secret: pass `secret_key`, or set `{secret.HOROVOD_SECRET_KEY}`")
     path, nonce = f"/{scope}/{key}", secrets.token_hex(16)
     headers = http_server.headers_of_request(proof, method, path, nonce, body)
-    connection = http.client.HTTPConnection(addr, port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(addr, port, timeout=GREETING_TIME_S)
     try:
         connection.connect()
         notice_lost_hosts(connection.sock)
-        if scope == http_server.RANK_AND_SIZE:
-            connection.sock.settimeout(None)
+        connection.sock.settimeout(None if scope == http_server.RANK_AND_SIZE else _TIMEOUT_S)
         connection.request(method, path, body or None, headers)
         answer = connection.getresponse()
         value = answer.read()

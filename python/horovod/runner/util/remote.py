@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-SSH_COMMAND_PREFIX = "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no"
+#: Without ``ServerAliveInterval``, ssh notices a host that is cut off after hours.
+SSH_COMMAND_PREFIX = (
+    "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+)
 
 
 def get_ssh_command(

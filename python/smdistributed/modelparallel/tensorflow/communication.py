@@ -78,7 +78,11 @@ def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -
         result = do()
     except Exception as error:
         own_failure, cause = failures.failure(state.groups.rank, error), error
-    results, answers = zip(*gather_for("saves or loads", (result, own_failure)), strict=True)
+    try:
+        results, answers = zip(*gather_for("saves or loads", (result, own_failure)), strict=True)
+    except Exception as error:
+        # Another rank has died meanwhile, or does not arrive. This rank's own failure may be the reason.
+        raise error from cause
     failed = [each for each in answers if each]
     if failed:
         raise SMPCheckpointError(f"the checkpoint `{path}` could not be {done}: {failures.summary(failed)}") from cause

@@ -2,8 +2,8 @@
 
 ``torch.nn.utils.clip_grad_norm_`` gets the gradients of one partition only. Once the model is partitioned,
 :func:`follow_torch` makes it include those of all partitions, as :func:`clip_grad_norm_` does; it can get some of the
-parameters, too, such as those of one module. A single parameter is clipped by its own norm, without communication: it
-is on one partition, and hooks of parameters may do so at any time.
+parameters, too, such as those of one module. A parameter that is passed itself, not in a list, is clipped by its own
+norm, without communication: it is on one partition, and hooks of parameters may do so at any time.
 
 ``torch.nn.utils.get_total_norm`` gets gradients, which do not tell what other partitions hold. It must get all of the
 model; a subset is rejected.
@@ -12,6 +12,7 @@ model; a subset is rejected.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -79,11 +80,13 @@ def _clip_like_torch(
     if not _has_other_ranks():
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    own = {id(each) for each in state.model.local_parameters()}
+    own = {id(each) for each in state.require_model().local_parameters()}
     is_of_model = [isinstance(each, MetaParameter) or id(each) in own for each in tensors]
     if any(is_of_model):
         _check_unscaled()
-    is_local = len(tensors) == 1 or not any(is_of_model)
+    # A list may be empty here because other partitions hold its parameters.
+    is_single = isinstance(parameters, torch.Tensor)
+    is_local = is_single or (bool(tensors) and not any(is_of_model))
     if not is_local and not all(is_of_model):
         raise SMPUsageError(
             f"torch.nn.utils.clip_grad_norm_ gets {sum(is_of_model)} parameters of the model and "
@@ -97,7 +100,7 @@ def _clip_like_torch(
                 "parameters of the model, or call `smp.clip_grad_norm_` on all ranks"
             )
         gradients = [each.grad for each in tensors if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm.__wrapped__(gradients, norm_type, error_if_nonfinite, foreach)
+        norm = inspect.unwrap(torch.nn.utils.get_total_norm)(gradients, norm_type, error_if_nonfinite, foreach)
     else:
         here = [each for each in tensors if id(each) in own]
         counted = [each.grad for each in _counted_here(here) if each.grad is not None]
@@ -133,7 +136,7 @@ def _counted_here(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _is_divided(parameter: torch.Tensor) -> bool:
     """Return whether other ranks hold other parts of a parameter's gradient."""
     is_sharded = state.optimizer is not None and state.optimizer.is_sharded
-    return is_sharded or id(parameter) in shards(state.model.module)
+    return is_sharded or id(parameter) in shards(state.require_model().module)
 
 
 def _lacks_parameters(own: Container[int]) -> bool | None:
@@ -178,7 +181,7 @@ def _norm_over_partitions(
     return total if infinite else total ** (1.0 / norm_type)
 
 
-def _all_reduce(tensor: torch.Tensor, infinite: bool, group: object) -> None:
+def _all_reduce(tensor: torch.Tensor, infinite: bool, group: dist.ProcessGroup | None) -> None:
     if group is not None:
         with errors.translated(CLASSES):
             dist.all_reduce(tensor, ReduceOp.MAX if infinite else ReduceOp.SUM, group)
@@ -250,7 +253,7 @@ def _replace(function: Callable[..., torch.Tensor], replacement: Callable[..., t
     for cell in function.__closure__ or ():
         if isinstance(cell.cell_contents, functools.partial) and cell.cell_contents.func is replacement:
             return
-        if cell.cell_contents is function.__wrapped__:
+        if cell.cell_contents is inspect.unwrap(function):
             cell.cell_contents = functools.partial(replacement, cell.cell_contents)
             return
     warnings.warn(
@@ -309,8 +312,9 @@ def _total_norm(
     if not _has_other_ranks():
         return original(tensors, norm_type, error_if_nonfinite, foreach)
     if number == len(gradients) == len(tensors):
-        counted = [each.grad for each in _counted_here(state.model.local_parameters()) if each.grad is not None]
-        own = {id(each) for each in state.model.local_parameters()}
+        model = state.require_model()
+        counted = [each.grad for each in _counted_here(model.local_parameters()) if each.grad is not None]
+        own = {id(each) for each in model.local_parameters()}
         norm = _checked(
             _norm_over_partitions(counted, norm_type, _lacks_parameters(own)), norm_type, error_if_nonfinite
         )

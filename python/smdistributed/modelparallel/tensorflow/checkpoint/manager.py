@@ -17,6 +17,7 @@ from smdistributed._common import errors
 from smdistributed.modelparallel.exceptions import SMPCheckpointError, SMPValidationError
 from smdistributed.modelparallel.tensorflow.checkpoint import saving
 from smdistributed.modelparallel.tensorflow.checkpoint.shards import Shards
+from smdistributed.modelparallel.tensorflow.communication import gather_for
 
 
 class CheckpointManager(tf.train.CheckpointManager):
@@ -125,14 +126,15 @@ class CheckpointManager(tf.train.CheckpointManager):
             The path, or ``None`` if there is no checkpoint.
 
         Raises:
-            SMPCheckpointError: There is no checkpoint at ``save_path``.
+            SMPCheckpointError: There is no checkpoint at ``save_path``, or ranks find different ones.
         """
         path = save_path or (
             tf.train.latest_checkpoint(self.directory) if self._shards is None else self.latest_checkpoint
         )
+        path = None if path is None else os.fspath(path)
+        _check_same(path)
         if path is None:
             return None
-        path = os.fspath(path)
         if os.path.isdir(path):
             self._read_shards(*os.path.split(path.rstrip("/")))
         elif tf.io.gfile.exists(f"{path}.index"):
@@ -168,6 +170,19 @@ class CheckpointManager(tf.train.CheckpointManager):
         if path is None and self._init_fn is not None:
             self._init_fn()
         return path
+
+
+def _check_same(path: str | None) -> None:
+    """Check that all ranks restore a checkpoint of one name, or none; all ranks call it.
+
+    Raises:
+        SMPCheckpointError: They differ, as folders of different hosts may.
+    """
+    names = gather_for("saves or loads", None if path is None else os.path.basename(path.rstrip("/")))
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            both = [f"rank {each} finds {names[each]!r}" for each in (0, rank)]
+            raise SMPCheckpointError(f"ranks would restore different checkpoints: {' and '.join(both)}")
 
 
 def _check_name(name: str, form: str) -> None:

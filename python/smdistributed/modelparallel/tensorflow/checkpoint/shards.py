@@ -84,7 +84,7 @@ class Shards:
             layout = {"pp": len(groups.members["pp"]), "rdp": len(groups.members["dp"])}
             return Content(slices, json.dumps(layout), "{}", arrays)
 
-        self._saver.save(tag, number, make, asynchronous=False)
+        self._saver.save(tag, number, make, lambda content: content, asynchronous=False)
 
     def load(self, checkpoint: tf.train.Checkpoint, tag: str, but_for: Collection[str] = frozenset()) -> frozenset[str]:
         """Load the values of a checkpoint into this rank's variables; a model among them must be partitioned.

@@ -119,10 +119,16 @@ class CheckpointManager:
                 "the model is partitioned in the first call of a `smp.step` function; there is nothing to save before"
             )
         name = f"step-{step}" if tag is None else tag
-        self._saver.save(name, step, lambda: self._saved(model, user_content), self.asynchronous)
+        self._saver.save(
+            name,
+            step,
+            lambda: self._prepared(model, user_content),
+            lambda prepared: self._saved(model, *prepared),
+            self.asynchronous,
+        )
 
-    def _saved(self, model: Any, user_content: Any) -> Content:
-        """The content that this rank saves."""
+    def _prepared(self, model: Any, user_content: Any) -> tuple[Any, ...]:
+        """Return what this rank saves without communication: its tensors, their copies and blocks, and the text."""
         local = _LocalTensors.of(model, state.optimizer)
         tensors = local.whole
         text = "null"
@@ -137,6 +143,10 @@ class CheckpointManager:
         parts = {name: _without_padding(tensor, divided.get(name)) for name, tensor in tensors.items()}
         copies, owned = self._on_host({name: part for name, part in parts.items() if part is not None})
         blocks = [_block(name, tensor, name in owned, divided.get(name)) for name, tensor in copies.items()]
+        return local, copies, blocks, text
+
+    def _saved(self, model: Any, local: _LocalTensors, copies: dict[str, Any], blocks: list[Any], text: str) -> Content:
+        """Return the content that this rank saves; all ranks call it."""
         if local.held:
             rows = sharded_tensors.rows(local.shards, local.held, local.divided)
             rows |= {name: sharded_tensors.Rows(each, [], []) for name, each in local.numbers.items()}

@@ -487,15 +487,15 @@ def _resume_partial(
         if not by_shards:
             names = [name for name in optimizers if any(name.startswith(f"optimizer_{pp}_") for pp in mine)]
 
-        def read_parts() -> list[Any]:
-            return [_optimizer_part(folder, name) for name in names]
+        def merge() -> Any:
+            parts = [_optimizer_part(folder, name) for name in names]
+            return optimizer_state.merge_optimizers(model, parts, degree)
 
-        parts = raise_on_all_ranks(read_parts, CommGroup.WORLD, what)
+        merged = raise_on_all_ranks(merge, CommGroup.WORLD, what)
         if optimizer.is_sharded and alike:
             # Each rank has its whole partition, and the other ranks have theirs.
-            load_part(optimizer_state.merge_optimizers(model, parts, degree))
+            load_part(merged)
         else:
-            merged = optimizer_state.merge_optimizers(model, parts, degree)
             optimizer_state.load_optimizer(model, optimizer, merged, precision_only)
 
     model._when_partitioned(lambda: raise_on_all_ranks(load, CommGroup.WORLD, what))
