@@ -63,6 +63,8 @@ def raise_on_all_ranks(
     try:
         answers = gather((own_failure, shown, what))
     except Exception as error:
+        if cause is None:
+            raise
         # Another rank has died meanwhile, or does not arrive. This rank's own failure may be the reason.
         raise error from cause
     # If ranks disagree on the error's class, the first one's is raised on all of them.

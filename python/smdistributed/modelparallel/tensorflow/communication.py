@@ -81,6 +81,8 @@ def raise_on_all_ranks(do: Callable[[], _T], path: str, done: str = "written") -
     try:
         results, answers = zip(*gather_for("saves or loads", (result, own_failure)), strict=True)
     except Exception as error:
+        if cause is None:
+            raise
         # Another rank has died meanwhile, or does not arrive. This rank's own failure may be the reason.
         raise error from cause
     failed = [each for each in answers if each]
