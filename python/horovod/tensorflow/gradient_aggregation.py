@@ -141,10 +141,22 @@ class LocalGradientAggregationHelper:
         self._make(gradients, variables)
         places = [place for place, total in enumerate(self._sums) if total is not None]
         sums = [self._sums[place] for place in places]
-        added = [
-            total.assign_add(tf.zeros_like(total) if gradients[place] is None else gradients[place], read_value=False)
-            for place, total in zip(places, sums, strict=True)
-        ]
+
+        def drop() -> tf.Tensor:
+            reset = self._forget()
+            with tf.control_dependencies(_operations(reset)):
+                return tf.constant(True)
+
+        # If a reduction has failed and the script goes on, the sums have been used, and the next ones begin.
+        is_used = tf.greater_equal(self.counter, self.backward_passes_per_step)
+        dropped = tf.cond(is_used, drop, lambda: tf.constant(False))
+        with tf.control_dependencies(_operations([dropped])):
+            added = [
+                total.assign_add(
+                    tf.zeros_like(total) if gradients[place] is None else gradients[place], read_value=False
+                )
+                for place, total in zip(places, sums, strict=True)
+            ]
         with tf.control_dependencies(_operations(added)):
             count = self.counter.assign_add(1)
 

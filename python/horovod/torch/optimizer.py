@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -142,12 +142,18 @@ class _DistributedOptimizer(_Base):
                 # The hook has counted this accumulation, which is still to come in the reducer's hook.
                 current = parameter if accumulating else None
                 planned.begin(self._parameters(), lambda each: 1 if each is current else self._passes_left(each))
-            for earlier in planned.take_declined(in_hook=True):
-                self._start_by_name(earlier)
+            starting = [*planned.take_declined(in_hook=True)]
             if planned.take(parameter, accumulating):
                 self._handles[parameter] = None
             else:
-                self._start_by_name(parameter)
+                starting.append(parameter)
+            for place, each in enumerate(starting):
+                try:
+                    self._start_by_name(each)
+                except Exception as error:
+                    # A script may catch it, and must not take a step with gradients that are not reduced.
+                    self._fail(starting[place:], error)
+                    raise
 
     def _passes_left(self, parameter: torch.Tensor) -> int:
         return self._allreduce_delay[parameter] if parameter in self._requires_update else 0
@@ -157,9 +163,16 @@ class _DistributedOptimizer(_Base):
             for parameter in self._planned_reducer.take_declined(in_hook=False):
                 try:
                     self._start_by_name(parameter)
-                except (RuntimeError, ValueError) as error:
-                    # The end of the step raises it.
-                    self._handles[parameter] = functools.partial(_raise, error)
+                except Exception as error:
+                    self._fail([parameter], error)
+
+    def _fail(self, parameters: Sequence[torch.Tensor], error: Exception) -> None:
+        """Let the end of the step raise an error for parameters, and for those of their groups that are not reduced."""
+        for parameter in parameters:
+            number = self._group_of.get(parameter)
+            for each in [parameter] if number is None else self._groups[number]:
+                if self._handles.get(each) is None and (each is parameter or each in self._handles):
+                    self._handles[each] = functools.partial(_raise, error)
 
     def _start_by_name(self, parameter: torch.Tensor) -> None:
         number = self._group_of.get(parameter)
@@ -275,8 +288,8 @@ class _DistributedOptimizer(_Base):
         self.zero_grad()
 
     def _give_up(self) -> None:
-        # The error can be dropped: elastic training restores a state after a failure.
-        with suppress(HorovodInternalError):
+        # Errors belong to the reductions that are dropped: elastic training restores a state after a failure.
+        with suppress(Exception):
             self._finish(False)
         self._comparison = None
 
@@ -288,17 +301,17 @@ class _DistributedOptimizer(_Base):
                 self._end_round()
                 if is_step:
                     self._compare()
-            except HorovodInternalError as error:
+            except Exception as error:
                 failure = error
             for finish in list(self._handles.values()):
                 try:
                     if finish is not None:
                         finish()
-                except HorovodInternalError as error:
+                except Exception as error:
                     failure = failure or error
             try:
                 self._planned_reducer.check()
-            except HorovodInternalError as error:
+            except Exception as error:
                 failure = failure or error
         finally:
             self._reset()

@@ -262,6 +262,22 @@ def late_gradients():
     helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
     assert [value is None for value in helper.compute_gradients([one, None], variables)] == [False, True]
     assert [value.numpy().tolist() for value in helper.compute_gradients([one, one], variables)] == [[2.0], [1.0]]
+    # After a reduction that has failed, the next sums begin.
+    failures = [ValueError("ranks disagree")]
+
+    def reduce(gradients, variables):
+        if failures:
+            raise failures.pop()
+        return gradients
+
+    helper = LocalGradientAggregationHelper(2, reduce)
+    helper.compute_gradients([one, one], variables)
+    raises(ValueError, "ranks disagree", lambda: helper.compute_gradients([one, one], variables))
+    helper.compute_gradients([one, one], variables)
+    assert [value.numpy().tolist() for value in helper.compute_gradients([one, one], variables)] == [[2.0], [2.0]]
+    taken = []
+    helper.apply_gradients(lambda: taken.append(True), lambda: taken.append(False))
+    assert taken == [True]
     # A traced function cannot add a gradient later.
     helper = LocalGradientAggregationHelper(2, lambda gradients, variables: gradients)
     call = tf.function(helper.compute_gradients)

@@ -209,7 +209,38 @@ def mismatched_gradients():
         step()
 
 
-PARTS = (optimizers, mismatched_gradients)  # fmt: skip
+def failures_in_hooks():
+    """After an error in the hook of a gradient, the step raises it instead of taking local gradients."""
+    torch, hvd, rank, size = start("torch")
+    if size == 1:
+        return
+    errors = [MemoryError("no memory")]
+
+    class Failing(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            if errors:
+                raise errors[0]
+            return tensor, None
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), Failing, groups=1)
+    before = [each.detach().clone() for each in model.parameters()]
+    raises(MemoryError, "no memory", lambda: model(torch.ones(2, 4) * rank).sum().backward())
+    raises(MemoryError, "no memory", optimizer.step)
+    assert all(map(torch.equal, model.parameters(), before))
+    errors.clear()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4) * rank).sum().backward()
+    optimizer.step()
+    found = [hvd.allgather(each.detach().flatten()).view(size, -1) for each in model.parameters()]
+    assert all((each == each[0]).all() for each in found)
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+PARTS = (optimizers, mismatched_gradients, failures_in_hooks)
 
 
 def all_parts():

@@ -108,6 +108,19 @@ def _check_offloading():
     smp.shutdown()
 
 
+def test_a_small_tensor_that_is_changed_in_place_is_an_error_as_without_offloading():
+    import torch
+
+    from smdistributed.modelparallel.torch.runtime import offloading
+
+    x, scale = torch.ones(4, requires_grad=True), torch.ones(4)
+    with offloading.Batch(None, 1).hooks():
+        loss = (x * scale).sum()
+    scale.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.timeout(120)
 def test_offloaded_activations_are_freed_and_prefetched():
     run_ranks(_check_offloading, 2, launcher=Forked("torch"), timeout=110)

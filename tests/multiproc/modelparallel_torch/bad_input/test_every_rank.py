@@ -185,3 +185,38 @@ def test_a_rank_that_dies_in_a_step_is_named_on_every_other(victim, tmp_path):
             assert "SMPPeerFailedError" in each.error, each
             assert f"rank {victim}" in each.error, each
             assert each.ended_at - killed < SECONDS, each
+
+
+def _results_body():
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    smp.set_partition(network[1], 1)
+    model = smp.DistributedModel(network)
+
+    @smp.step
+    def step(model, x):
+        output = model(x)
+        model.backward(output.sum())
+        return output
+
+    def fail(*_):
+        raise MemoryError("no memory for the results")
+
+    step(model, torch.ones(4, 4))
+    smp.barrier()
+    if smp.rank() == 1:
+        model.pipeline.results = fail
+    return _timed(lambda: step(model, torch.ones(4, 4)))
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_cannot_hold_the_results_of_a_step_tells_the_others():
+    (kind, text, seconds), (own, _, _) = run_ranks(_results_body, 2, launcher=Forked("torch"), timeout=50)
+    assert own == "MemoryError"
+    assert kind == "SMPPeerFailedError"
+    assert "MemoryError: no memory for the results" in text
+    assert seconds < SECONDS

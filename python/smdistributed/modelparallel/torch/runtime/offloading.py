@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from smdistributed.modelparallel.torch.runtime.recomputation import KeptTensor
+
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 
@@ -131,10 +133,10 @@ class Batch:
         """Begin to copy all tensors back, in the order of their use."""
         self._prefetch(0, len(self._offloaded))
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
+    def _pack(self, tensor: torch.Tensor) -> KeptTensor | _OffloadedTensor:
         small = tensor.numel() * tensor.element_size() < _MIN_BYTES
         if small or isinstance(tensor, torch.nn.Parameter) or not self._host.is_on_device(tensor):
-            return tensor
+            return KeptTensor(tensor)
         offloaded = _OffloadedTensor(self, len(self._offloaded), self._host.offload(tensor.detach()))
         self._offloaded.append(weakref.ref(offloaded))
         return offloaded
@@ -151,8 +153,8 @@ class Batch:
         return self._host.wait(offloaded.pending_copy)
 
 
-def _unpack(offloaded: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
-    return offloaded if isinstance(offloaded, torch.Tensor) else offloaded.batch.unpack(offloaded)
+def _unpack(packed: KeptTensor | _OffloadedTensor) -> torch.Tensor:
+    return packed.compute() if isinstance(packed, KeptTensor) else packed.batch.unpack(packed)
 
 
 class Offloader:

@@ -336,19 +336,20 @@ class Pipeline:
         start = _core.timeline_now()
         executor = self.executor(1.0, early=True)
         new = graph.extend(recording.tasks, recording.num_executed, early=True)
-        self.transfers.open(graph.edges(new))
-        for number in new:
-            stage = graph.stages[number]
-            for producer in stage.inputs:
-                if graph.stages[producer].rank == stage.rank:
-                    continue
-                if graph.stages[producer].rank == self.rank:
-                    executor.send_forward(mb, producer, number)
-                elif stage.rank == self.rank:
-                    executor.receive_forward(mb, number, producer)()
-            if stage.rank == self.rank:
-                with reporting_failures(), self.rng_state.own():
-                    executor.forward(mb, number)
+        with reporting_failures():
+            self.transfers.open(graph.edges(new))
+            for number in new:
+                stage = graph.stages[number]
+                for producer in stage.inputs:
+                    if graph.stages[producer].rank == stage.rank:
+                        continue
+                    if graph.stages[producer].rank == self.rank:
+                        executor.send_forward(mb, producer, number)
+                    elif stage.rank == self.rank:
+                        executor.receive_forward(mb, number, producer)()
+                if stage.rank == self.rank:
+                    with self.rng_state.own():
+                        executor.forward(mb, number)
         self._unknown = executor.tasks.unknown
         self.transfers.finish()
         if new:

@@ -40,7 +40,7 @@ def recomputed_pointwise_results(is_split: bool) -> Iterator[Any]:
 
     def pack(tensor: torch.Tensor) -> Any:
         dropped = recorder.pack(tensor)
-        return _Kept(tensor) if dropped is None else dropped
+        return KeptTensor(tensor) if dropped is None else dropped
 
     with saved_tensors_hooks(pack, _unpack):
         recorder.start()
@@ -52,20 +52,28 @@ def recomputed_pointwise_results(is_split: bool) -> Iterator[Any]:
         raise UnrepeatableForwardError(recorder.obstacle())
 
 
-class _Kept:
+class KeptTensor:
     """A saved tensor, whose version is checked as autograd does without hooks."""
 
+    __slots__ = ("_tensor", "_version")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, None if tensor.is_inference() else tensor._version
+        self._tensor, self._version = tensor, None if tensor.is_inference() else tensor._version
+
+    def compute(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was changed in place since it was saved.
+        """
+        if self._version is not None and self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._tensor.dtype}{list(self._tensor.shape)} is at version {self._tensor._version} instead of "
+                f"{self._version}"
+            )
+        return self._tensor
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, _Kept):
-        return packed.compute()
-    if packed.version is not None and packed.tensor._version != packed.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{packed.tensor.dtype}{list(packed.tensor.shape)} is at version {packed.tensor._version} instead of "
-            f"{packed.version}"
-        )
-    return packed.tensor
+    return packed.compute()

@@ -10,6 +10,7 @@ import torch
 
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch import pytree
+from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.gradients import GradientSnapshot, warn_of_sums
 from smdistributed.modelparallel.torch.runtime.overlapped_run import Expectation, OverlappedRun
 from smdistributed.modelparallel.torch.state import state
@@ -148,16 +149,18 @@ class StepRun:
         microbatches = model.replicas.run_pipeline(
             model, pipeline, recordings, returned, self.scale, self.has_backward, overlapped
         )
-        pipeline.module_state.end_of_step()
-        pipeline.expect_again(self._step, microbatches, overlapped)
-        tensors = pipeline.results(microbatches, self._detach)
-        for place, numbers in enumerate([] if overlapped is None else overlapped.returned):
-            found = tensors[place]
-            tensors[place] = {
-                value.index: found[number] for value, number in zip(returned[place], numbers, strict=True)
-            }
-        for written, found in zip(self._written, tensors, strict=True):
-            write_back(written, found, pipeline.stale_storages)
+        # Other ranks already wait for this one's results.
+        with reporting_failures():
+            pipeline.module_state.end_of_step()
+            pipeline.expect_again(self._step, microbatches, overlapped)
+            tensors = pipeline.results(microbatches, self._detach)
+            for place, numbers in enumerate([] if overlapped is None else overlapped.returned):
+                found = tensors[place]
+                tensors[place] = {
+                    value.index: found[number] for value, number in zip(returned[place], numbers, strict=True)
+                }
+            for written, found in zip(self._written, tensors, strict=True):
+                write_back(written, found, pipeline.stale_storages)
         pipeline.timeline.end_step()
         return [
             _with_tensors(output, values, found, self._detach)
