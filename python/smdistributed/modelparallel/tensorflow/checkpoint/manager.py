@@ -182,7 +182,10 @@ def _check_same(path: str | None) -> None:
     for rank, name in enumerate(names):
         if name != names[0]:
             both = [f"rank {each} finds {names[each]!r}" for each in (0, rank)]
-            raise SMPCheckpointError(f"ranks would restore different checkpoints: {' and '.join(both)}")
+            raise SMPCheckpointError(
+                f"ranks would restore different checkpoints: {' and '.join(both)}. Give all ranks a folder that their "
+                "hosts share, or the same `save_path`"
+            )
 
 
 def _check_name(name: str, form: str) -> None:
