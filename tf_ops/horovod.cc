@@ -256,7 +256,7 @@ class AllgatherKernel final : public CollectiveKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const Tensor& input = context->input(i);
       must(input.dims() > 0, absl::StrCat("`", name(), "`: allgather of a rank-zero tensor: it has no rows"));
-      TensorOperation operation(Collective::AllGatherRows, group, Place());
+      TensorOperation operation(Collective::AllGatherRows, group, place_of(context));
       operation.read(input);
       operation.core.rows = {static_cast<std::size_t>(input.dim_size(0))};
       operation.core.row_elems = row_elems(input.shape());
@@ -352,7 +352,7 @@ class AlltoallKernel final : public CollectiveKernel {
     const std::vector<std::size_t> rows =
         rows_of(context->input(1), input.dim_size(0), group_size(static_cast<std::uint64_t>(group)));
     const std::int64_t sent = static_cast<std::int64_t>(std::accumulate(rows.begin(), rows.end(), std::size_t{0}));
-    TensorOperation operation(Collective::AllToAllRows, group, Place());
+    TensorOperation operation(Collective::AllToAllRows, group, place_of(context));
     operation.read_rows(sent == input.dim_size(0) ? input : input.Slice(0, sent), rows);
     operation.core.rows = rows;
     operation.core.row_elems = row_elems(input.shape());
@@ -545,15 +545,12 @@ static std::size_t local_size(std::int64_t) { return ranks_and_sizes().local_siz
 
 SMD_KERNEL("HorovodAllreduce", , AllreduceKernel);
 SMD_KERNEL("HorovodGroupedAllreduce", , AllreduceKernel);
-// The core exchanges rows by name only between tensors in host memory.
-SMD_KERNEL("HorovodAllgather", .HostMemory("tensor").HostMemory("output"), AllgatherKernel);
-SMD_KERNEL("HorovodGroupedAllgather", .HostMemory("tensors").HostMemory("outputs"), AllgatherKernel);
+SMD_KERNEL("HorovodAllgather", , AllgatherKernel);
+SMD_KERNEL("HorovodGroupedAllgather", , AllgatherKernel);
 SMD_KERNEL("HorovodBroadcast", , BroadcastKernel);
 SMD_KERNEL("HorovodBroadcastInplace", , BroadcastInplaceKernel);
 SMD_KERNEL("HorovodBroadcastInplaceResource", .HostMemory("resources"), BroadcastInplaceResourceKernel);
-SMD_KERNEL("HorovodAlltoall",
-           .HostMemory("tensor").HostMemory("splits").HostMemory("output").HostMemory("received_splits"),
-           AlltoallKernel);
+SMD_KERNEL("HorovodAlltoall", .HostMemory("splits").HostMemory("received_splits"), AlltoallKernel);
 SMD_KERNEL("HorovodReducescatter", , ReducescatterKernel);
 SMD_KERNEL("HorovodGroupedReducescatter", , ReducescatterKernel);
 SMD_CPU_KERNEL("HorovodBarrier", BarrierKernel);

@@ -8,11 +8,13 @@
 #include <chrono>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "boxed.h"
 #include "completion.h"
+#include "device.h"
 #include "smd/exposed_time.h"
 #include "status.h"
 
@@ -39,15 +41,32 @@ struct NamedOptions {
   bool shared = false;
 };
 
+// The row shape and type of an output, and the stream in which it is allocated: the one that was current in the caller.
+// A tensor is not kept, because it may belong to Python.
+struct RowsOutput {
+  explicit RowsOutput(const at::Tensor& like) : shape(like.sizes().vec()), options(like.options()) {
+    if (like.is_cuda()) stream = current_stream(like.device());
+  }
+
+  at::Tensor allocate(int64_t height) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    shape[0] = height;
+    return at::empty(shape, options);
+  }
+
+  std::vector<int64_t> shape;
+  at::TensorOptions options;
+  std::optional<c10::Stream> stream;
+};
+
 // The operations of one call, and the destinations of their results.
 struct Group {
   std::vector<TensorOperation> operations;
   std::vector<at::Tensor> results;
   // The shape of each tensor; ranks compare them.
   std::vector<std::vector<std::uint64_t>> shapes;
-  // For each operation on rows: the row shape and type of its output. A tensor is not kept, because it may belong to
-  // Python.
-  std::vector<std::pair<std::vector<int64_t>, at::TensorOptions>> likes;
+  // For each operation on rows: its output, which is allocated when the number of rows is known.
+  std::vector<RowsOutput> likes;
   // Whether the numbers of received rows are a result, too.
   bool tells_rows = false;
 
@@ -72,14 +91,14 @@ class GroupCompletion final : public Completion {
 
   // The core calls this for one operation after the other, in their order.
   void make_outputs(rust::Slice<const std::size_t> rows, rust::Vec<TensorView>& outputs) override {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (next_ >= group_.likes.size())
       throw std::logic_error("the core requested the outputs of more operations than were submitted");
-    auto& [shape, options] = group_.likes[next_];
+    auto& like = group_.likes[next_];
     auto& operation = group_.operations[next_++];
     const std::vector<int64_t> heights(rows.begin(), rows.end());
-    shape[0] = std::accumulate(heights.begin(), heights.end(), int64_t{0});
-    const auto output = at::empty(shape, options);
+    std::optional<StreamScope> scope;
+    if (like.stream) scope.emplace(*like.stream);
+    const auto output = like.allocate(std::accumulate(heights.begin(), heights.end(), int64_t{0}));
     operation.write_rows(output, heights);
     group_.results.push_back(output);
     if (group_.tells_rows) group_.results.push_back(at::tensor(heights, at::kInt));
@@ -182,7 +201,7 @@ static NamedWorkPtr all_gather(at::TensorList inputs, std::string kind, std::str
       operation.read(input);
       operation.core.rows = {static_cast<std::size_t>(input.size(0))};
       operation.core.row_elems = row_elems(input);
-      group.likes.emplace_back(input.sizes().vec(), input.options());
+      group.likes.emplace_back(input);
       group.add(std::move(operation), input.sizes());
     }
     return start({std::move(kind), std::move(name), blocking}, std::move(group));
@@ -223,7 +242,7 @@ static NamedWorkPtr all_to_all(const at::Tensor& input, std::optional<at::IntArr
     operation.core.rows.assign(rows.begin(), rows.end());
     operation.core.row_elems = row_elems(input);
     Group group;
-    group.likes.emplace_back(input.sizes().vec(), input.options());
+    group.likes.emplace_back(input);
     group.tells_rows = true;
     group.add(std::move(operation), input.sizes());
     return start({std::move(kind), std::move(name), blocking}, std::move(group));

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import warnings
 
 import pytest
 
@@ -96,6 +97,18 @@ def streams_and_errors():
         y = torch.full((1000,), float(rank), device="cuda")
         hvd.broadcast_(y, size - 1)
         assert (y == size - 1).all()
+    # Operations of several streams may run as one: it waits for all of these streams.
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(5):
+        handles = []
+        for at, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                z = torch.ones(1000, device="cuda")
+                torch.cuda._sleep(5_000_000 * at)
+                z *= at + 2
+                handles.append(hvd.allreduce_async(z, op=hvd.Sum, name=f"stream {at}"))
+        for at, handle in enumerate(handles):
+            assert (hvd.synchronize(handle) == (at + 2.0) * size).all()
     # Many operations at once, which each rank submits in an order of its own.
     names = [f"t{at}" for at in range(30)]
     random.Random(rank).shuffle(names)
@@ -119,8 +132,47 @@ def streams_and_errors():
     for call in (hvd.allreduce, hvd.reducescatter):
         with pytest.raises(hvd.HorovodInternalError, match="Mismatched prescale and/or postscale factors"):
             call(torch.ones(size, device="cuda"), name="m", prescale_factor=2.0 if odd else 4.0)
-    with pytest.raises(ValueError, match="must be on same device"):
-        hvd.grouped_allreduce([torch.ones(1), torch.ones(1, device="cuda")])
+    for call in (hvd.grouped_allreduce, hvd.grouped_allgather):
+        with pytest.raises(ValueError, match="must be on same device"):
+            call([torch.ones(1), torch.ones(1, device="cuda")])
+
+
+def rows():
+    """Gathers and all-to-all, whose outputs are allocated when the numbers of rows are known."""
+    torch, hvd, rank, size = _start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                # The inputs are computed late, and the outputs are used at once.
+                x = torch.ones(1 << 18, 4, device="cuda")
+                torch.cuda._sleep(50_000_000)
+                x *= rank + 1
+                handles = [hvd.allgather_async(x[: 1000 * (rank + 1)], name=f"late {at}") for at in range(4)]
+                exchanged = hvd.alltoall_async(x)
+                for handle in handles:
+                    got = hvd.synchronize(handle) * 2
+                    starts = torch.cumsum(torch.arange(size) * 1000, 0).tolist()
+                    assert got.shape[0] == sum(1000 * (one + 1) for one in range(size))
+                    assert all(
+                        (got[start:][: 1000 * (one + 1)] == 2 * (one + 1)).all() for one, start in enumerate(starts)
+                    )
+                got, counts = hvd.synchronize(exchanged)
+                assert counts.tolist() == [(1 << 18) // size] * size
+                assert all((part == one + 1).all() for one, part in enumerate(got.chunk(size)))
+                assert hvd.allgather(x[:0]).shape == (0, 4)
+    # The last rank has no memory for the second output: all ranks get an error, and the name can be used again.
+    x = torch.ones(16 << 20, device="cuda")
+    torch.cuda.empty_cache()
+    if rank == size - 1:
+        total = torch.cuda.get_device_properties(x.device).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    for call in (hvd.allgather, lambda x, name: hvd.grouped_allgather([x[:4], x], name=name), hvd.alltoall):
+        with pytest.raises(hvd.HorovodInternalError, match="out of memory") as caught:
+            call(x, name="m")
+        assert f"rank {size - 1}" in str(caught.value) or rank == size - 1, caught.value
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert hvd.allgather(x[:2], name="m").tolist() == [1.0] * 2 * size
 
 
 def gradients():
@@ -239,7 +291,7 @@ def joins_elsewhere():
 
 
 def all_operations():
-    for part in (joins, collectives, streams_and_errors, gradients, optimizers):
+    for part in (joins, collectives, streams_and_errors, rows, gradients, optimizers):
         part()
 
 

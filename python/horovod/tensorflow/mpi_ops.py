@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smdistributed import _core
 from smdistributed._common import replicas, shims
 
 # Before `import tensorflow`: if TensorFlow is not installed, this raises an ImportError that says how to install it.
@@ -22,6 +23,7 @@ MPI_LIB = shims.load_tensorflow()
 
 import tensorflow as tf  # noqa: E402
 
+from horovod.common import basics  # noqa: E402
 from horovod.common.process_sets import ProcessSet, global_process_set  # noqa: E402
 from horovod.common.session import (  # noqa: E402, F401
     Adasum,
@@ -164,10 +166,29 @@ def _reduce(
         "is_scaled": is_scaled,
     }
     on_host = op == Adasum or not (is_scaled or is_plain)
+    if on_host:
+        _note_host_memory("Adasum" if op == Adasum else "a scaled reduction of integers", tensors)
     with tf.device("/CPU:0") if on_host else contextlib.nullcontext():
         result = _run(kind, call, tensors, name, **arguments)
     outputs = list(result) if "num_tensors" in arguments else [result]
     return [_times(output, factors[1]) for output in outputs] if is_scaled else outputs
+
+
+def _note_host_memory(what: str, tensors: Sequence[tf.Tensor]) -> None:
+    """Count and report an operation that copies tensors from a GPU to host memory and back.
+
+    A function is counted when it is traced. The devices of its tensors are then open, unless the script named them.
+    """
+    devices = [tensor.device or "" for tensor in tensors]
+    if tf.executing_eagerly():
+        is_on_gpu = any("GPU" in device for device in devices)
+    else:
+        is_on_gpu = not all("CPU" in device for device in devices) and bool(tf.config.get_visible_devices("GPU"))
+    if is_on_gpu:
+        _core.note_fallback("through_host_memory")
+        basics.warn_once(
+            f"{what} of tensors on a GPU runs on copies in host memory, because the core runs it only there"
+        )
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.torch.handles import _NOTHING, _first, _in_host_memory, _kept, _number, _Pending, _submit
+from horovod.torch.handles import _NOTHING, _check_devices, _first, _kept, _number, _Pending, _submit
 
 # isort: split
 import torch
@@ -32,13 +32,9 @@ def _gather(
         return _Pending(_NOTHING, None, finish, None)
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ScalarError("Allgather of a rank-zero tensor: a tensor needs rows to be gathered")
+    _check_devices(tensors)
     arguments = (kind, name or "", _number(process_set), blocking)
-    devices = [tensor.device for tensor in tensors]
-
-    def back(outputs: list[torch.Tensor]) -> Any:
-        return finish([output.to(device) for output, device in zip(outputs, devices, strict=True)])
-
-    return _submit(_ALL_GATHER, _in_host_memory(kind, tensors), *arguments, finish=back)
+    return _submit(_ALL_GATHER, tensors, *arguments, like=tensors[0], finish=finish)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -335,14 +331,13 @@ def _splits(splits: Any) -> tuple[list[int] | None, torch.device]:
 
 def _exchange(tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet, blocking: bool) -> _Pending:
     rows, device = _splits(splits)
-    home = tensor.device
 
     def finish(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         output, received = outputs
-        return output.to(home), received.to(device)
+        return output, received.to(device)
 
     arguments = ("alltoall", name or "", _number(process_set), blocking)
-    return _submit(_ALL_TO_ALL, *_in_host_memory("alltoall", [tensor]), rows, *arguments, finish=finish)
+    return _submit(_ALL_TO_ALL, tensor, rows, *arguments, like=tensor, finish=finish)
 
 
 def alltoall_async(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smdistributed import _core
@@ -52,6 +52,15 @@ _handle_map: dict[int, _Pending] = {}
 _numbers = itertools.count()
 
 basics._cleanups.append(_handle_map.clear)
+
+
+def _check_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise an error if the tensors of a group are on several devices."""
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"tensors of a group must be on same device: one is on {tensors[0].device}, another on {tensor.device}"
+            )
 
 
 def _in_host_memory(kind: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

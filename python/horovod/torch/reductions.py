@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.torch.handles import _NOTHING, _first, _in_host_memory, _kept, _number, _Pending, _submit, synchronize
+from horovod.torch.handles import (
+    _NOTHING,
+    _check_devices,
+    _first,
+    _in_host_memory,
+    _kept,
+    _number,
+    _Pending,
+    _submit,
+    synchronize,
+)
 
 # isort: split
 import torch
@@ -38,10 +48,7 @@ def _check_reduction(tensors: Sequence[torch.Tensor], op: int, process_set: Proc
     for tensor in tensors:
         if tensor.dtype == torch.bool:
             raise ValueError(f"tensor type {tensor.type()} is not supported in reductions")
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"tensors of a group must be on same device: one is on {tensors[0].device}, another on {tensor.device}"
-            )
+    _check_devices(tensors)
     if op == Adasum:
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")

@@ -104,14 +104,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.name = f"sync_batch_norm.{next(_calls)}"
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [0, *range(2, input.dim())]
-        count = torch.tensor([wide.numel() // max(wide.shape[1], 1)], dtype=wide.dtype, device=wide.device)
-        mean = wide.mean(dims) if count > 0 else wide.new_zeros(wide.shape[1])
+        channels = wide.shape[1]
+        count = wide.numel() // max(channels, 1)
+        mean = wide.mean(dims) if count > 0 else wide.new_zeros(channels)
         squares = ((wide - _per_channel(mean, wide)) ** 2).sum(dims)
-        handles = [
-            allgather_async(values.unsqueeze(0).contiguous(), f"{ctx.name}.{what}")
-            for what, values in (("count", count), ("mean", mean), ("invstd", squares))
-        ]
-        counts, means, sums = (synchronize(handle) for handle in handles)
+        own = torch.cat([wide.new_full((1,), count), mean, squares]).unsqueeze(0)
+        statistics = synchronize(allgather_async(own, f"{ctx.name}.mean"))
+        counts, means, sums = statistics.split([1, channels, channels], dim=1)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
         # The variance within the batches of ranks, and the variance between them.

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! - ROW-1: the exchange of the numbers and the operation itself are adjacent in the group's order (COM-1), so no
-//!   other operation runs between them on any member.
+//!   other operation runs between them on any member. In a batch on a device, the exchanges of all its operations come
+//!   first.
 //! - ROW-2: a member whose outputs cannot be allocated takes part by failing (COM-4).
 
 use std::fmt;
@@ -23,6 +24,11 @@ pub trait MakeOutputs: fmt::Debug + Send + Sync {
     /// # Errors
     /// The reason why the memory cannot be allocated; the other members get an error with it.
     fn make(&self, rows: &[usize]) -> Result<Vec<TensorView>>;
+}
+
+/// Whether the numbers of rows must be exchanged before the operation.
+pub(super) fn are_exchanged(request: &Request) -> bool {
+    matches!(request, Request::AllGatherRows { .. } | Request::AllToAllRows { .. })
 }
 
 /// The operation itself, once the numbers of rows are known: `rows[i]` come from member i.

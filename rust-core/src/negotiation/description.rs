@@ -113,11 +113,8 @@ impl Description {
         let describe = |(request, shape): &(Request, Option<Vec<u64>>)| {
             let description = Self::of(request, shape.as_deref(), me, size)?;
             factors.check(description.dtype, description.on_device)?;
-            if description.on_device
-                && matches!(description.kind, Kind::Adasum | Kind::AllGatherRows | Kind::AllToAllRows)
-            {
-                let name = description.kind.name();
-                return Err(Error::Unsupported(format!("`{name}` by name on devices is not available yet")));
+            if description.on_device && description.kind == Kind::Adasum {
+                return Err(Error::Unsupported("Adasum runs on tensors in CPU memory only".into()));
             }
             Ok(Self { factors, ..description })
         };

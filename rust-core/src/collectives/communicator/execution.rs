@@ -48,34 +48,39 @@ impl GroupState {
         }
     }
 
-    /// The same for CUDA tensors. The numbers of rows are exchanged between the hosts.
-    pub(super) fn rows_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<PendingWork> {
-        let members = self.transport.members();
-        let call = match Call::describe(request, members.me, members.size()) {
-            Ok(Some(call)) if matches!(call.kind, Kind::AllGatherRows | Kind::AllToAllRows) => call,
-            Ok(_) => return Err(Error::Internal("an operation on CUDA tensors was queued as one on the CPU".into())),
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                return Err(error);
-            }
-        };
-        let mut rows = Vec::new();
-        self.enter(&call, timeout, |group| {
-            rows = algorithms::sizes::gather_rows(&call, group)?;
-            Ok(())
-        })?;
+    /// Queues operations on CUDA tensors, which start together. The numbers of rows of operations on rows are exchanged
+    /// between the hosts first, one operation after the other (ROW-1).
+    pub(super) fn launch_settled(&self, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
+        if !requests.iter().any(rows::are_exchanged) {
+            return self.cuda.launch(requests, timeout);
+        }
+        let settled = requests.iter().map(|request| match rows::are_exchanged(request) {
+            true => self.settle_on_device(request, timeout),
+            false => Ok(request.clone()),
+        });
+        let settled = settled.collect::<Result<Vec<_>>>()?;
         // On devices, the other members would not notice that this member's outputs cannot be allocated, so a barrier
         // on the hosts comes first (ROW-2).
-        match rows::settle(request, &rows) {
-            Ok(settled) => {
-                self.collective(&Request::Barrier, timeout)?;
-                self.cuda.launch(&[settled], timeout)
-            }
-            Err(error) => {
-                self.fail(&error.to_string())?;
-                Err(error)
-            }
+        self.collective(&Request::Barrier, timeout)?;
+        self.cuda.launch(&settled, timeout)
+    }
+
+    /// Exchanges the numbers of rows of an operation on CUDA tensors, and allocates its outputs.
+    fn settle_on_device(&self, request: &Request, timeout: Option<Duration>) -> Result<Request> {
+        let members = self.transport.members();
+        let mut rows = Vec::new();
+        let described = Call::describe(request, members.me, members.size())
+            .and_then(|call| call.ok_or_else(|| Error::Internal("an operation on rows has no description".into())));
+        if let Ok(call) = &described {
+            self.enter(call, timeout, |group| {
+                rows = algorithms::sizes::gather_rows(call, group)?;
+                Ok(())
+            })?;
         }
+        described.and_then(|_| rows::settle(request, &rows)).or_else(|error| {
+            self.fail(&error.to_string())?;
+            Err(error)
+        })
     }
 
     pub(super) fn batch(

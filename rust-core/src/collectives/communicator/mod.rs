@@ -212,10 +212,6 @@ impl Communicator {
     /// As [`Communicator::submit`], with a timeout of its own, which starts with the operation.
     pub fn submit_within(self: &Arc<Self>, request: Request, timeout: Option<Duration>, done: Done) {
         match request {
-            // The worker exchanges the numbers of rows first.
-            Request::AllGatherRows { .. } | Request::AllToAllRows { .. } => {
-                self.shared.queue(QueuedOperation::Run(request, timeout), done);
-            }
             _ if cuda::is_on_device(&request) => self.shared.launch(vec![request], timeout, done),
             Request::Send { .. } | Request::Recv { .. } => self.point_to_point.submit(request, timeout, done),
             _ => self.shared.queue(QueuedOperation::Run(request, timeout), done),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{Done, GroupState, note_panic};
 use crate::collectives::batch::PhaseListener;
 use crate::collectives::window::Window;
-use crate::collectives::{Request, cuda};
+use crate::collectives::{Request, rows};
 use crate::error::{Error, Result};
 
 #[derive(Default)]
@@ -115,14 +115,11 @@ impl GroupState {
     pub(super) fn execute(&self, job: &QueuedOperation, done: Done) {
         let turn = Turn(self);
         let outcome = self.attempt(|| match job {
-            QueuedOperation::Run(request, timeout) if cuda::is_on_device(request) => {
-                self.rows_on_device(request, *timeout).map(Some)
-            }
             QueuedOperation::Run(request, timeout) => self.collective(request, *timeout).map(|()| None),
             QueuedOperation::Batch(requests, timeout, watch) => {
                 self.batch(requests, *timeout, watch.as_deref()).map(|()| None)
             }
-            QueuedOperation::Launch(requests, timeout) => self.cuda.launch(requests, *timeout).map(Some),
+            QueuedOperation::Launch(requests, timeout) => self.launch_settled(requests, *timeout).map(Some),
             QueuedOperation::Fail(message) => self.fail(message).map(|()| None),
             QueuedOperation::Window(bytes, made) => self.window(*bytes, made).map(|()| None),
         });
@@ -151,9 +148,11 @@ impl GroupState {
     }
 
     /// Queues operations on CUDA tensors into their stream: on this thread if the group is idle (COM-1) and connected
-    /// on the device, otherwise on the worker thread.
+    /// on the device, otherwise on the worker thread. The worker also exchanges numbers of rows, which waits for the
+    /// other members.
     pub(super) fn launch(self: &Arc<Self>, requests: Vec<Request>, timeout: Option<Duration>, done: Done) {
-        let ready = self.closed.get().is_none() && self.cuda.has_device_comm(&requests);
+        let waits = requests.iter().any(rows::are_exchanged);
+        let ready = !waits && self.closed.get().is_none() && self.cuda.has_device_comm(&requests);
         let job = QueuedOperation::Launch(requests, timeout);
         let mut turns = self.turns.lock();
         if !ready || turns.busy || !turns.queue.is_empty() {

@@ -184,10 +184,15 @@ impl Cuda {
                 device_comm.stream.get_or_init(|| made)
             }
         };
-        // The event is destroyed at once; the stream still waits for it.
-        let ready = Event::new(context)?;
-        ready.record(&stream)?;
-        own.wait(&ready)?;
+        // Collectives by name may come from several streams of the script. Each event is destroyed at once; the group's
+        // stream still waits for it.
+        for raw in streams(requests) {
+            // SAFETY: the views' promise covers their stream.
+            let stream = unsafe { Stream::borrowed(context, raw) };
+            let ready = Event::new(context)?;
+            ready.record(&stream)?;
+            own.wait(&ready)?;
+        }
         let moved: Vec<Request> = requests.iter().map(|request| call::on_stream(request, own.raw())).collect();
         let timeout = timeout.unwrap_or(self.timeout);
         let in_flight = PendingWork::prepare(self, self.describe(first), context)?;
@@ -626,7 +631,18 @@ impl p2p::MemberStore for GroupStore<'_> {
     }
 }
 
-/// Returns the device and the stream, which all views share.
+/// Returns the streams of all views, each once.
+fn streams(requests: &[Request]) -> Vec<usize> {
+    let mut found = Vec::new();
+    for view in requests.iter().flat_map(call::views) {
+        if !found.contains(&view.stream()) {
+            found.push(view.stream());
+        }
+    }
+    found
+}
+
+/// Returns the device, which all views share, and the stream of the first view.
 fn place(requests: &[Request]) -> Result<(u16, usize)> {
     let mut place = None;
     for view in requests.iter().flat_map(call::views).filter(|view| view.elems() > 0) {

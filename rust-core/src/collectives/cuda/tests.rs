@@ -38,3 +38,12 @@ fn views_agree_about_their_place() {
     let reduce = Request::AllReduce { input, output, op: ReduceOp::Sum };
     assert!(is_on_device(&reduce) && !is_on_device(&Request::Barrier));
 }
+
+#[test]
+fn every_stream_of_a_batch_is_found_once() {
+    let device = Device::Cuda(1);
+    // SAFETY: no code reads or writes through it.
+    let on = |stream| unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, stream) }.unwrap();
+    let sum = |input, output| Request::AllReduce { input: on(input), output: on(output), op: ReduceOp::Sum };
+    assert_eq!(streams(&[sum(7, 7), sum(9, 9), sum(7, 9)]), [7, 9]);
+}
