@@ -96,6 +96,17 @@ c10::IValue value_of(c10d::OpType type, const std::vector<at::Tensor>& outputs) 
   return std::vector<at::Tensor>{at::stack(outputs)};
 }
 
+// Completes a future with the value of an operation, or with the error if there is no memory for that value.
+void complete_future(c10::ivalue::Future& future, c10d::OpType type, const std::vector<at::Tensor>& outputs) {
+  c10::IValue value;
+  try {
+    value = value_of(type, outputs);
+  } catch (...) {
+    return future.setErrorIfNeeded(std::current_exception());
+  }
+  future.markCompleted(std::move(value));
+}
+
 bool is_message(const TensorOperation& operation) {
   const auto collective = operation.core.collective;
   return collective == Collective::Send || collective == Collective::Recv || collective == Collective::RecvAny;
@@ -213,7 +224,7 @@ void GroupWork::call_done(const std::string& error, std::int64_t source) noexcep
     if (failure) {
       future->setErrorIfNeeded(failure);
     } else {
-      future->markCompleted(value_of(type, outputs));
+      complete_future(*future, type, outputs);
     }
   });
 }
@@ -265,7 +276,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
   if (error_) {
     future->setErrorIfNeeded(error_);
   } else {
-    future->markCompleted(value_of(opType_, outputs_));
+    complete_future(*future, opType_, outputs_);
   }
   return future;
 }
