@@ -32,7 +32,7 @@ settings! {
     EXIT_TIMEOUT_SECONDS = "SMD_EXIT_TIMEOUT_SECONDS", [], "1800",
         "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds. With MPI, all ranks wait up to the same time for each other before they finalize MPI.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
-        "Longest wait of `init()` for the other ranks, in seconds.";
+        "Longest wait of `init()` for the other ranks, in seconds; of the launcher, for an `ssh` to read the variables of its rank.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "7",
         "Time without any message from a host, in seconds, after which its ranks count as dead. The death of a single process is noticed at once; this timeout detects lost hosts and links.";
     SECRET = "SMD_SECRET", [], "",
@@ -44,7 +44,7 @@ settings! {
     WORKER = "SMD_WORKER", [], "",
         "Name of this process in an elastic job, set by `smdrun elastic`. The process then gets its rank from the launcher at each `init()`.";
     ELASTIC_TIMEOUT_SECONDS = "SMD_ELASTIC_TIMEOUT_SECONDS", ["HOROVOD_ELASTIC_TIMEOUT"], "600",
-        "Elastic jobs: timeout for enough slots to become available, and how long a worker retries to start a session, in seconds.";
+        "Elastic jobs: timeout for enough slots to become available, for the first of the started workers to call `init()`, and how long a worker retries to start a session, in seconds.";
     P2P_MAX_BYTES = "SMD_P2P_MAX_BYTES", [], "8388608",
         "Largest message between GPUs of one host, in bytes, that is sent by kernels which write to the peers' memory instead of by NCCL; 0 turns these kernels off. Between two GPUs, all-reduces of float32, and of bfloat16 or float16 outside of gradient buckets, and reduce-scatters and all-gathers, that are larger than this and than 8 MiB use such kernels too, unless this is 0 or a measurement (`SMD_AUTOTUNE`) chose NCCL. A group that is used on GPUs takes four times this size of each GPU's memory, plus 32 to 57 MiB if it has two to eight members.";
     AUTOTUNE = "SMD_AUTOTUNE", ["HOROVOD_AUTOTUNE"], "0",

@@ -109,7 +109,7 @@ def _parser(suppress: bool) -> argparse.ArgumentParser:
     add(
         "--elastic-timeout",
         type=int,
-        help="timeout for enough slots, in seconds; default: HOROVOD_ELASTIC_TIMEOUT, or 600",
+        help="timeout for enough slots and for started workers, in seconds; default: HOROVOD_ELASTIC_TIMEOUT, or 600",
     )
     add("--reset-limit", type=int, help="maximum number of restarts of the session")
     add(

@@ -41,6 +41,9 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustix::process::Signal;
+
+use crate::config;
 use crate::error::{Error, Result};
 
 use distribution::Distribution;
@@ -119,6 +122,8 @@ struct LaunchPlan {
     /// Whether a summary ends the output.
     summary: bool,
     ssh: Ssh,
+    /// How long an `ssh` has to read the variables of its rank.
+    start_timeout: Duration,
 }
 
 impl LaunchPlan {
@@ -138,6 +143,17 @@ impl LaunchPlan {
         };
         let name = self.command[0].to_string_lossy();
         started.map_err(|error| Error::io(format!("starting `{name}` on `{host}`"), error))
+    }
+
+    /// Sends the `ssh` of `host` more of its script. If it has not read the script within the start timeout, kills it
+    /// and returns the reason.
+    fn send_input(&self, process: &mut Process, host: &str) -> Option<String> {
+        if !process.send_input(self.start_timeout) {
+            return None;
+        }
+        process.signal(Signal::KILL);
+        let (limit, setting) = (self.start_timeout, config::INIT_TIMEOUT_SECONDS.name);
+        Some(format!("`ssh` to host `{host}` did not read the rank's variables within {limit:.0?} (`{setting}`)"))
     }
 
     /// The address on which the rendezvous listens, and the address for ranks on these hosts.
@@ -216,6 +232,7 @@ fn prepare(args: &args::LauncherArgs, python: PathBuf) -> Result<(LaunchPlan, Ho
         reason_file: args.reason_file.clone(),
         summary: args.summary,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
+        start_timeout: config::INIT_TIMEOUT_SECONDS.seconds()?,
     };
     Ok((plan, job))
 }
@@ -223,6 +240,37 @@ fn prepare(args: &args::LauncherArgs, python: PathBuf) -> Result<(LaunchPlan, Ho
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_ssh_that_does_not_read_is_killed_and_the_reason_names_its_host() {
+        let plan = LaunchPlan {
+            command: Vec::new(),
+            grace: Duration::ZERO,
+            output_dir: None,
+            horovod: false,
+            timestamp: false,
+            reason_file: None,
+            summary: false,
+            ssh: Ssh::default(),
+            start_timeout: Duration::from_secs(60),
+        };
+        let start = || {
+            let variables = std::env::vars_os().collect();
+            Process::start(&["sleep".into(), "20".into()], variables, Input::Text(&[b'x'; 1 << 20])).expect("it starts")
+        };
+        let (mut process, _pipes) = start();
+        assert_eq!(plan.send_input(&mut process, "node-1"), None);
+        let plan = LaunchPlan { start_timeout: Duration::ZERO, ..plan };
+        let reason = "`ssh` to host `node-1` did not read the rank's variables within 0ns (`SMD_INIT_TIMEOUT_SECONDS`)";
+        assert_eq!(plan.send_input(&mut process, "node-1").as_deref(), Some(reason));
+        assert_eq!(plan.send_input(&mut process, "node-1"), None);
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        let killed = process::Exit::Signal(libc::SIGKILL);
+        while process.exit().expect("it is our child") != Some(killed) {
+            assert!(std::time::Instant::now() < deadline);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 
     #[test]
     fn the_number_of_processes_is_found() {

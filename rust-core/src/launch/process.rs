@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{self, Write};
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
@@ -47,6 +48,18 @@ impl std::fmt::Display for Exit {
 pub(super) struct Process {
     child: Child,
     group: Pid,
+    /// Text for standard input that the pipe has not taken yet.
+    unsent: Option<Box<UnsentInput>>,
+}
+
+/// Text for a process that has not read all of it. The launcher never blocks in a write, because a process that is
+/// stuck, such as an `ssh` without a connection, would block the other ranks with it.
+#[derive(Debug)]
+struct UnsentInput {
+    text: Vec<u8>,
+    num_sent: usize,
+    /// When the process was started.
+    start: Instant,
 }
 
 /// The standard input of a process.
@@ -55,7 +68,8 @@ pub(super) enum Input<'a> {
     Nothing,
     /// That of `smdrun`.
     Ours,
-    /// This text; the input stays open while the process runs.
+    /// This text; the input stays open while the process runs. [`Process::send_input`] sends what the pipe does not
+    /// take at the start.
     Text(&'a [u8]),
 }
 
@@ -107,17 +121,49 @@ impl Process {
         }
         let mut child = builder.spawn()?;
         let group = Pid::from_child(&child);
-        if let (Input::Text(text), Some(pipe)) = (input, &mut child.stdin) {
-            // A child that does not read its input is about to end, which is noticed elsewhere. The pipe stays open
-            // as long as the process runs.
-            let _ = pipe.write_all(text);
-        }
+        let unsent = match input {
+            Input::Text(text) => Some(UnsentInput { text: text.to_owned(), num_sent: 0, start: Instant::now() }.into()),
+            Input::Nothing | Input::Ours => None,
+        };
         let stdout = child.stdout.take().expect("asked for a pipe").into();
         let stderr = child.stderr.take().expect("asked for a pipe").into();
+        // From here on, an error ends the process.
+        let mut process = Self { child, group, unsent };
         for pipe in [&stdout, &stderr] {
             rustix::io::ioctl_fionbio(pipe, true)?;
         }
-        Ok((Self { child, group }, Pipes { stdout, stderr }))
+        if let Some(pipe) = &process.child.stdin {
+            rustix::io::ioctl_fionbio(pipe, true)?;
+        }
+        process.write_input();
+        Ok((process, Pipes { stdout, stderr }))
+    }
+
+    /// The input pipe, to poll for writing while text is left for it.
+    pub fn unsent_input(&self) -> Option<BorrowedFd<'_>> {
+        self.unsent.as_ref().and(self.child.stdin.as_ref()).map(AsFd::as_fd)
+    }
+
+    /// Sends more of the text for standard input. Returns whether the process is too slow: it has not read the text
+    /// within `limit` of its start. The rest of the text is then discarded.
+    pub fn send_input(&mut self, limit: Duration) -> bool {
+        self.write_input();
+        self.unsent.take_if(|unsent| unsent.start.elapsed() >= limit).is_some()
+    }
+
+    /// Writes as much as the input pipe takes without blocking. The pipe stays open as long as the process runs.
+    fn write_input(&mut self) {
+        let (Some(unsent), Some(pipe)) = (&mut self.unsent, &self.child.stdin) else { return };
+        while unsent.num_sent < unsent.text.len() {
+            match rustix::io::write(pipe, &unsent.text[unsent.num_sent..]) {
+                Ok(written) => unsent.num_sent += written,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return,
+                // A process that has closed its input is about to end, which the supervisor notices.
+                Err(_) => break,
+            }
+        }
+        self.unsent = None;
     }
 
     /// Returns how the process ended, if it has. It stays a zombie until the value is dropped, so that its number
@@ -208,5 +254,50 @@ mod tests {
         assert_eq!(process.exit().expect("it is our child"), None);
         drop(process);
         assert!(!children().contains(&pid));
+    }
+
+    fn start(command: &str, input: &[u8]) -> (Process, Pipes) {
+        let variables = std::env::vars_os().collect();
+        Process::start(&["sh".into(), "-c".into(), command.into()], variables, Input::Text(input)).expect("sh starts")
+    }
+
+    #[test]
+    fn a_process_that_does_not_read_its_input_blocks_neither_the_start_nor_the_end() {
+        let begin = Instant::now();
+        let (mut process, _pipes) = start("exec sleep 20", &[b'x'; 1 << 20]);
+        assert!(process.unsent_input().is_some());
+        assert!(!process.send_input(Duration::from_secs(3600)));
+        assert!(process.send_input(Duration::ZERO), "the limit is over");
+        assert!(process.unsent_input().is_none() && !process.send_input(Duration::ZERO), "the process is late once");
+        drop(process);
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn a_process_gets_all_of_a_long_input_and_the_pipe_stays_open() {
+        let text: Vec<u8> = (0..1 << 20).map(|index| b'a' + (index % 23) as u8).collect();
+        let (mut process, pipes) = start("sleep 0.1; head -c 1048576; read rest || echo end", &text);
+        let mut read = Vec::new();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while read.len() < text.len() {
+            assert!(Instant::now() < deadline && !process.send_input(Duration::from_secs(60)), "{} bytes", read.len());
+            let mut buffer = [0; 64 * 1024];
+            match rustix::io::read(&pipes.stdout, &mut buffer) {
+                Ok(count) => read.extend_from_slice(&buffer[..count]),
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        assert!(read == text && process.unsent_input().is_none());
+        assert_eq!(process.exit().expect("it is our child"), None, "the shell waits for more input");
+    }
+
+    #[test]
+    fn a_process_that_closes_its_input_is_not_late() {
+        let (mut process, _pipes) = start("exec <&-; sleep 20", &[b'x'; 1 << 20]);
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while process.unsent_input().is_some() {
+            assert!(Instant::now() < deadline && !process.send_input(Duration::from_secs(60)));
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }

@@ -57,6 +57,7 @@ pub(super) fn run(plan: &LaunchPlan, mut job: HostJob) -> Result<i32> {
 /// One rank.
 struct SupervisedRank {
     process: Process,
+    host: String,
     streams: Streams,
     ended: bool,
 }
@@ -104,14 +105,15 @@ impl<'a> Supervisor<'a> {
             let variables = job.variables(rank, std::env::vars_os());
             // Ranks that run already are ended when `ranks` is dropped.
             let input = if input && rank == 0 { Input::Ours } else { Input::Nothing };
-            let (process, pipes) = plan.start(job.host(rank), variables, input)?;
+            let host = job.host(rank);
+            let (process, pipes) = plan.start(host, variables, input)?;
             reaper.add(process.pid());
             let folder = output_folder(plan, rank, job.num_ranks);
             if let Some(folder) = &folder {
                 streams::remove_files(folder);
             }
             let streams = Streams::new(pipes, folder.as_deref())?;
-            ranks.push(SupervisedRank { process, streams, ended: false });
+            ranks.push(SupervisedRank { process, host: host.to_owned(), streams, ended: false });
         }
         let width = (job.num_ranks - 1).to_string().len();
         Ok(Self {
@@ -144,6 +146,7 @@ impl<'a> Supervisor<'a> {
                 self.handle(signal);
             }
             self.read_output();
+            self.send_inputs();
             self.notice_ends()?;
             if self.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 self.advance();
@@ -152,14 +155,16 @@ impl<'a> Supervisor<'a> {
         Ok(())
     }
 
-    /// Sleeps until there is a signal, output, or `sleep` has passed.
+    /// Sleeps until there is a signal, output, room for input, or `sleep` has passed.
     fn wait_for_events(&self, signals: Option<&Signals>, sleep: Duration) -> Result<()> {
         let pipes = self.ranks.iter().flat_map(|rank| rank.streams.pipes());
+        let inputs = self.ranks.iter().filter(|rank| !rank.ended).filter_map(|rank| rank.process.unsent_input());
         let mut fds: Vec<_> = signals
             .map(AsFd::as_fd)
             .into_iter()
             .chain(pipes)
             .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .chain(inputs.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::OUT)))
             .collect();
         let timeout = Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
         match poll(&mut fds, Some(&timeout)) {
@@ -238,6 +243,21 @@ impl<'a> Supervisor<'a> {
     fn signal_ranks(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| !rank.ended) {
             rank.process.signal(signal);
+        }
+    }
+
+    /// Sends waiting input to the `ssh` of ranks on other hosts. A rank fails if its `ssh` does not read it in time.
+    fn send_inputs(&mut self) {
+        for index in 0..self.ranks.len() {
+            let rank = &mut self.ranks[index];
+            if rank.ended {
+                continue;
+            }
+            if let Some(reason) = self.plan.send_input(&mut rank.process, &rank.host) {
+                // The final report then shows the reason beside the exit code of `ssh`.
+                self.tails[index].push(reason.as_bytes(), self.start.elapsed());
+                self.log(&format!("rank {index}: {reason}"));
+            }
         }
     }
 

@@ -351,3 +351,38 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     pids(tmp_path, 2)
     process.send_signal(signal.SIGHUP)
     assert process.wait(15) == 0
+
+
+def with_stuck_ssh(folder):
+    """Makes an `ssh` that neither reads its input nor ends by itself; returns the variables that let `smdrun` find it."""
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexec sleep 120\n")
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+def test_an_ssh_that_does_not_read_blocks_no_other_rank(tmp_path):
+    # The variables do not fit into a pipe. 192.0.2.1 is reserved for documentation, so it is not a real host.
+    env = {**with_stuck_ssh(tmp_path), "LARGE": "x" * 100_000, "SMD_INIT_TIMEOUT_SECONDS": "3"}
+    done = smdrun("--hosts", "192.0.2.1:1,localhost:1", script="print('runs')", tmp_path=tmp_path, env=env)
+    assert "[1] runs" in done.stdout
+    reason = "`ssh` to host `192.0.2.1` did not read the rank's variables within 3s (`SMD_INIT_TIMEOUT_SECONDS`)"
+    assert f"smdrun: rank 0: {reason}" in done.stderr, done.stderr
+    assert "rank 0 failed first: killed by SIGKILL (signal 9) after " in done.stderr, done.stderr
+    assert f" s\n    {reason}\n" in done.stderr, "the report must contain the reason, too"
+    assert done.returncode == 137
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["that connects nowhere", "that does not read"])
+def test_an_elastic_job_does_not_wait_for_a_stuck_ssh(tmp_path, is_large):
+    large = {"LARGE": "x" * 100_000, "SMD_INIT_TIMEOUT_SECONDS": "2"} if is_large else {}
+    job = ("elastic", "-n", 1, "--hosts", "192.0.2.1:1", "--elastic-timeout", 3, "true")
+    done = smdrun(*job, env={**with_stuck_ssh(tmp_path), **large})
+    reason = (
+        "process 0 was abandoned: `ssh` to host `192.0.2.1` did not read the rank's variables within 2s"
+        if is_large
+        else "workers on `192.0.2.1` did not call `init()` within 3s; `--elastic-timeout` or "
+    )
+    assert f"smdrun: workers have failed on all hosts; first: {reason}" in done.stderr, done.stderr
+    assert done.returncode == 1

@@ -163,6 +163,26 @@ def test_a_shutdown_waits_for_running_requests_only(kind):
         ask()
 
 
+def test_a_service_asks_whether_the_hosts_of_its_clients_are_there():
+    found = {}
+
+    class Looks(network.BasicService):
+        def _reply(self, connection, wire, message):
+            peer = connection.connection
+            found["keepalive"] = peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT"):
+                found[name] = peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            super()._reply(connection, wire, message)
+
+    service = Looks("looks", KEY)
+    try:
+        network.BasicClient("looks", service.addresses(), KEY)
+    finally:
+        service.shutdown()
+    # A user timeout would also end the stream of a client that is alive and reads nothing for a while.
+    assert found == {"keepalive": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 0}
+
+
 def test_a_shutdown_ends_blocking_requests():
     service = compute_service.ComputeService(1, 1, KEY)
     client = compute_service.ComputeClient(service.addresses(), KEY)
@@ -504,6 +524,51 @@ def test_a_read_ends_when_the_peers_host_is_cut_off(is_idle):
                 each.kill()
                 each.communicate()
     assert "TimeoutError" in errors or "No route to host" in errors, errors
+
+
+@pytest.mark.skipif(hosts.missing_network() is not None, reason=str(hosts.missing_network()))
+def test_a_stream_ends_when_the_clients_host_is_cut_off():
+    """The command whose output is streamed would otherwise wait for a reader."""
+    server = """
+        import sys, time
+        from horovod.runner.common.util import network
+        from horovod.runner.util import peers, streams
+        peers._KEEPALIVE_S = 1
+        class Texts(network.BasicService):
+            def _handle(self, req, client_address):
+                text = streams.Pipe()
+                pipes.append(text)
+                return (network.AckStreamResponse(), text) if req == "text" else super()._handle(req, client_address)
+        pipes = []
+        service = Texts("texts", b"key")
+        print(service.get_port(), flush=True)
+        sys.stdin.readline()
+        time.sleep(6)
+        for _ in range(64):
+            pipes[-1].write("x" * (1 << 20))
+        print("written", flush=True)
+    """
+    client = """
+        import sys
+        from horovod.runner.common.util import network
+        client = network.BasicClient("texts", {"eth0": [(sys.argv[1], int(sys.argv[2]))]}, b"key")
+        print("connected", flush=True)
+        client._send("text", sys.stderr)
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with hosts.Hosts(2) as two:
+        run = lambda host, text, *words: [*two.on(host), sys.executable, "-c", textwrap.dedent(text), *words]  # noqa: E731
+        serving = subprocess.Popen(run(0, server), **pipes)
+        try:
+            reading = _connected(run(1, client, hosts.address(0), serving.stdout.readline().strip()), pipes)
+            time.sleep(1)
+            two.cut(1)
+            output, errors = serving.communicate("\n", timeout=40)
+        finally:
+            for each in (serving, reading):
+                each.kill()
+                each.communicate()
+    assert output == "written\n", errors
 
 
 def _connected(command, pipes):

@@ -128,12 +128,24 @@ def notice_lost_hosts(peer: socket.socket) -> None:
     Args:
         peer: The connection's socket.
     """
+    keep_alive(peer)
+    limit_ms = 1000 * _KEEPALIVE_S * (1 + _KEEPALIVES)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+
+def keep_alive(peer: socket.socket) -> None:
+    """Let an idle connection fail when the peer's host does not answer any more.
+
+    The user timeout of :func:`notice_lost_hosts` would also end a connection whose peer is alive and does not read for
+    that long, such as a paused launcher that receives the output of a command. This function sets keepalive only.
+
+    Args:
+        peer: The connection's socket.
+    """
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
-    limit_ms = 1000 * _KEEPALIVE_S * (1 + _KEEPALIVES)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
 
 def limit_waits(peer: socket.socket, seconds: int) -> None:

@@ -46,7 +46,7 @@ pub(super) struct ElasticArgs {
     #[arg(long, value_name = "N")]
     pub slots_per_host: Option<usize>,
 
-    /// Timeout for enough slots, in seconds; default: `SMD_ELASTIC_TIMEOUT_SECONDS`
+    /// Timeout for enough slots and for started workers, in seconds; default: `SMD_ELASTIC_TIMEOUT_SECONDS`
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     pub elastic_timeout: Option<u64>,
 

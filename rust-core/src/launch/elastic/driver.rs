@@ -11,13 +11,14 @@
 //!   come before all others, and such workers come first on their host. So rank 0 of a later session has the training
 //!   state, if any worker has it.
 //! - DRV-3: when a worker fails, all workers of its host are ended, and the host is banned (HSL-2).
-//! - DRV-4: waits for slots and for workers that must return have a time limit.
+//! - DRV-4: waits for slots, for started workers and for workers that must return have a time limit.
 //! - DRV-5: a worker that has ended with success means that the training is done. No session begins after that.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use super::hosts::{HostPool, WorkerSlot};
+use crate::config;
 
 /// Interval at which members of a running session are notified again of changed places, in case a script missed the
 /// first notification.
@@ -55,6 +56,8 @@ struct Worker {
     id: WorkerId,
     place: WorkerSlot,
     state: WorkerState,
+    /// When the worker was started, or when its last request for a rank ended without one.
+    silent_since: Instant,
     /// Whether the worker has been in a session, so that it has training state.
     is_old: bool,
 }
@@ -171,8 +174,11 @@ impl Driver {
 
     /// A worker's request has ended without a place; it asks again or ends.
     pub fn withdrawn(&mut self, id: WorkerId, now: Instant) {
-        if self.worker(id).is_some_and(|worker| worker.state == WorkerState::Waiting) {
-            self.enter(id, WorkerState::Starting);
+        if let Some(worker) =
+            self.workers.iter_mut().find(|worker| worker.id == id && worker.state == WorkerState::Waiting)
+        {
+            worker.state = WorkerState::Starting;
+            worker.silent_since = now;
         }
         self.settle(now);
     }
@@ -224,14 +230,8 @@ impl Driver {
         self.settle(now);
         let limit = |since: Option<Instant>| since.map(|since| since + self.limits.timeout);
         let repeat = self.last_notice.as_ref().map(|(_, at)| *at + REPEAT);
-        [self.hosts.next_end(now), limit(self.short_since), limit(self.waiting_since), repeat]
-            .into_iter()
-            .flatten()
-            .min()
-    }
-
-    fn worker(&self, id: WorkerId) -> Option<&Worker> {
-        self.workers.iter().find(|worker| worker.id == id)
+        let limits = [self.short_since, self.waiting_since, self.silent_since()].map(limit);
+        [self.hosts.next_end(now), repeat].into_iter().chain(limits).flatten().min()
     }
 
     fn enter(&mut self, id: WorkerId, state: WorkerState) {
@@ -268,6 +268,7 @@ impl Driver {
         if self.succeeded {
             return self.finish_job();
         }
+        self.give_up_silent(now);
         let places = self.hosts.places(self.limits.max_num_proc);
         let needed = if self.sessions == 0 { self.limits.num_proc } else { self.limits.min_num_proc };
         if let Some(why) = self.stop_reason(&places, needed, now) {
@@ -276,7 +277,7 @@ impl Driver {
         if places.len() < needed {
             return;
         }
-        self.start_missing(&places);
+        self.start_missing(&places, now);
         self.notify(&places, now);
         self.begin(&places, now);
     }
@@ -334,12 +335,14 @@ impl Driver {
         format!("no worker that has the state is left, so the job is unable to broadcast state to others{cause}")
     }
 
-    fn start_missing(&mut self, places: &[WorkerSlot]) {
+    fn start_missing(&mut self, places: &[WorkerSlot], now: Instant) {
         let taken: HashSet<WorkerSlot> = self.workers.iter().map(|worker| worker.place.clone()).collect();
         for (rank, place) in places.iter().enumerate().filter(|(_, place)| !taken.contains(place)) {
             let id = self.made;
             self.made += 1;
-            self.workers.push(Worker { id, place: place.clone(), state: WorkerState::Starting, is_old: false });
+            let worker =
+                Worker { id, place: place.clone(), state: WorkerState::Starting, silent_since: now, is_old: false };
+            self.workers.push(worker);
             self.actions.push(WorkerAction::Start { worker: id, place: place.clone(), rank, size: places.len() });
         }
     }
@@ -431,6 +434,43 @@ impl Driver {
         self.failure = None;
         self.last_notice = None;
         self.actions.push(WorkerAction::AssignRanks { workers: assignments.into_iter().map(|(_, id)| id).collect() });
+    }
+
+    /// The earliest time since which a started worker has not asked for a rank. None while another worker waits,
+    /// because the limit of that wait applies, and while a session runs.
+    fn silent_since(&self) -> Option<Instant> {
+        let is_heard = |worker: &Worker| matches!(worker.state, WorkerState::Waiting | WorkerState::Training);
+        if self.workers.iter().any(is_heard) {
+            return None;
+        }
+        let silent = self.workers.iter().filter(|worker| worker.state == WorkerState::Starting);
+        silent.map(|worker| worker.silent_since).min()
+    }
+
+    /// If no worker has asked for a rank, those that were started too long ago count as failed (DRV-3, DRV-4). Their
+    /// hosts may have vanished, or `ssh` may be stuck.
+    fn give_up_silent(&mut self, now: Instant) {
+        let timeout = self.limits.timeout;
+        if self.silent_since().is_none_or(|since| now < since + timeout) {
+            return;
+        }
+        let mut hosts: Vec<String> = Vec::new();
+        for worker in &self.workers {
+            let is_late = worker.state == WorkerState::Starting && now >= worker.silent_since + timeout;
+            if is_late && !hosts.contains(&worker.place.host) {
+                hosts.push(worker.place.host.clone());
+            }
+        }
+        let failure = format!(
+            "workers on `{}` did not call `init()` within {timeout:.0?}; `--elastic-timeout` or `{}` \
+             changes this limit",
+            hosts.join("`, `"),
+            config::ELASTIC_TIMEOUT_SECONDS.name
+        );
+        self.log(format!("{failure}; these hosts are not used any more"));
+        self.failure.get_or_insert(failure);
+        // The hosts may return together, because the job needs as many slots as before.
+        hosts.iter().for_each(|host| self.leave(host, 0.0, now));
     }
 
     /// A worker that has not returned in time is ended (DRV-4).

@@ -1,4 +1,4 @@
-use super::super::hosts::parse;
+use super::super::hosts::{Cooldown, parse};
 use super::*;
 
 struct TestJob {
@@ -138,6 +138,72 @@ fn a_worker_that_does_not_enter_the_next_session_is_stopped() {
     assert!(job.wait(61).contains(&WorkerAction::Stop { worker: 1 }));
     job.end(1);
     assert_eq!(job.enter(&[2]), [assign_ranks(&[0, 2])]);
+}
+
+#[test]
+fn a_job_of_which_no_worker_comes_ends() {
+    let mut job = TestJob::new(3, 1, 3);
+    job.hosts("a:2\nb:1");
+    assert_eq!(job.wait(59), []);
+    assert_eq!(job.driver.tick(job.now), Some(job.now + Duration::from_secs(1)));
+    let actions = job.wait(1);
+    let failure = "workers on `a`, `b` did not call `init()` within 60s; `--elastic-timeout` or \
+                   `SMD_ELASTIC_TIMEOUT_SECONDS` changes this limit";
+    assert_eq!(actions[0], WorkerAction::Log(format!("{failure}; these hosts are not used any more")));
+    assert_eq!(actions[1..], [0, 1, 2].map(|worker| WorkerAction::Stop { worker }));
+    (0..3).for_each(|id| drop(job.end(id)));
+    assert_eq!(job.failed(), format!("workers have failed on all hosts; first: {failure}"));
+}
+
+#[test]
+fn hosts_that_return_do_not_keep_a_job_of_which_no_worker_comes() {
+    let mut job = TestJob::new(1, 1, 1);
+    let seconds = Duration::from_secs;
+    job.driver.hosts = HostPool::new(Some(Cooldown { low: seconds(1), high: seconds(2) }));
+    job.hosts("a:1");
+    job.wait(60);
+    job.end(0);
+    assert!(job.failed().starts_with("all workers have failed; first: workers on `a` did not"), "{}", job.failed());
+}
+
+#[test]
+fn a_younger_host_replaces_one_whose_worker_does_not_come() {
+    let mut job = TestJob::new(1, 1, 2);
+    job.hosts("a:1");
+    job.wait(50);
+    assert_eq!(job.hosts("a:1\nb:1"), [start(1, "b", 0, 1, 2)]);
+    assert_eq!(job.wait(10)[1..], [WorkerAction::Stop { worker: 0 }]);
+    job.fail(0);
+    assert_eq!(job.enter(&[1]), [assign_ranks(&[1])]);
+}
+
+#[test]
+fn a_worker_that_comes_late_gives_the_others_the_whole_limit() {
+    let mut job = TestJob::new(2, 1, 2);
+    job.hosts("a:1\nb:1");
+    job.wait(59);
+    assert_eq!(job.enter(&[0]), []);
+    assert_eq!(job.wait(59), []);
+    assert_eq!(job.enter(&[1]), [assign_ranks(&[0, 1])]);
+    // A running session has no limit, whatever its members do.
+    job.enter(&[0]);
+    job.driver.withdrawn(0, job.now);
+    assert!(!job.wait(600).iter().any(|action| matches!(action, WorkerAction::Stop { .. })));
+}
+
+#[test]
+fn a_worker_that_does_not_ask_again_is_stopped() {
+    let mut job = TestJob::new(2, 2, 2);
+    job.hosts("a:1\nb:1");
+    job.wait(50);
+    job.enter(&[0]);
+    job.driver.withdrawn(0, job.now);
+    let actions = job.wait(10);
+    assert_eq!(actions[1..], [WorkerAction::Stop { worker: 1 }], "worker 0 has been silent for 10 seconds only");
+    job.fail(1);
+    assert!(job.wait(50).contains(&WorkerAction::Stop { worker: 0 }));
+    job.fail(0);
+    assert!(job.failed().starts_with("workers have failed on all hosts; first: workers on `b`"), "{}", job.failed());
 }
 
 #[test]

@@ -67,6 +67,7 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
         reason_file: None,
         summary: false,
         ssh: Ssh { port: args.ssh_port, identity: args.ssh_identity_file.clone() },
+        start_timeout: config::INIT_TIMEOUT_SECONDS.seconds()?,
     };
     let secret = environment::random_hex(32)?;
     // Discovered hosts may be remote at any time; a fixed list shows whether any is.
@@ -113,6 +114,7 @@ pub(super) fn run(args: &ElasticArgs) -> Result<i32> {
 /// A worker's process.
 struct Running {
     process: Process,
+    host: String,
     streams: Streams,
     tail: Tail,
     /// The rank for which it was started; its output lines are marked with it.
@@ -157,6 +159,7 @@ impl ElasticSupervisor {
                 self.handle(signal);
             }
             self.read_output();
+            self.send_inputs();
             self.take_events();
             self.notice_ends()?;
             self.keep_deadlines();
@@ -171,13 +174,15 @@ impl ElasticSupervisor {
         }
     }
 
-    /// Sleeps until there is a signal, output, an event, or `sleep` has passed.
+    /// Sleeps until there is a signal, output, room for input, an event, or `sleep` has passed.
     fn wait_for_events(&self, signals: &Signals, sleep: Duration) -> Result<()> {
         let pipes = self.workers.values().flat_map(|worker| worker.streams.pipes());
+        let inputs = self.workers.values().filter_map(|worker| worker.process.unsent_input());
         let mut fds: Vec<_> = [signals.as_fd(), self.server.doorbell()]
             .into_iter()
             .chain(pipes)
             .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .chain(inputs.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::OUT)))
             .collect();
         let timeout = Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
         match poll(&mut fds, Some(&timeout)) {
@@ -214,6 +219,15 @@ impl ElasticSupervisor {
                         worker.process.signal(Signal::KILL);
                     }
                 }
+            }
+        }
+    }
+
+    /// Sends waiting input to the `ssh` of workers on other hosts. A worker fails if `ssh` does not read it in time.
+    fn send_inputs(&mut self) {
+        for worker in self.workers.values_mut() {
+            if let Some(reason) = self.plan.send_input(&mut worker.process, &worker.host) {
+                worker.lost = Some(reason);
             }
         }
     }
@@ -325,7 +339,8 @@ impl ElasticSupervisor {
         }
         let streams = Streams::new(pipes, folder.as_deref())?;
         self.reaper.add(process.pid());
-        Ok(Running { process, streams, tail: Tail::default(), rank, deadline: None, lost: None })
+        let host = place.host.clone();
+        Ok(Running { process, host, streams, tail: Tail::default(), rank, deadline: None, lost: None })
     }
 
     fn variables(

@@ -23,7 +23,7 @@ from horovod.runner.common.util import secret
 from horovod.runner.util.connections import Connections
 from horovod.runner.util.network import get_local_host_intfs
 from horovod.runner.util.network import get_local_intfs as get_local_intfs
-from horovod.runner.util.peers import notice_lost_hosts
+from horovod.runner.util.peers import keep_alive, notice_lost_hosts
 from horovod.runner.util.streams import Pipe
 from horovod.runner.util.threads import execute_function_multithreaded, in_thread
 
@@ -219,6 +219,9 @@ class BasicService:
         challenge = os.urandom(_CHALLENGE_BYTES)
         with self._connections.open(connection.connection):
             try:
+                # While the service waits for text to stream, it reads nothing. The lost host of a client then shows at
+                # the next write, instead of once the socket's buffer is full.
+                keep_alive(connection.connection)
                 connection.connection.settimeout(_GREETING_TIME)
                 connection.wfile.write(challenge)
                 theirs = _exactly(connection.rfile, _CHALLENGE_BYTES)
