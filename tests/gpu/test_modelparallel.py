@@ -252,6 +252,41 @@ def test_offloaded_activations_save_device_memory():
         assert offloaded < 0.7 * kept, (kept, offloaded)
 
 
+def _unused_prefetches_body():
+    """Drops prefetched tensors before their copies have begun; returns numbers that the copies wrote elsewhere."""
+    import torch
+
+    from smdistributed.modelparallel.torch.runtime import offloading
+
+    device = _device()
+    host, elems, layers = offloading.CudaHost(device), 1 << 22, 4
+    wrong = []
+    # With a backward, which uses the tensors, and without one.
+    for is_used in (True, False):
+        batch = offloading.Batch(host, layers)
+        x = torch.ones(elems, device=device, requires_grad=True)
+        with batch.hooks():
+            loss = sum((x * torch.full((elems,), float(value), device=device)).sum() for value in range(1, layers + 1))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(host._back):
+            # About 0.2 s.
+            torch.cuda._sleep(400_000_000)
+        batch.prefetch_all()
+        if is_used:
+            loss.backward()
+            assert torch.equal(x.grad, torch.full_like(x, sum(range(1, layers + 1))))
+        del loss
+        # The allocator's free blocks of this size include those of the prefetched tensors.
+        later = [torch.zeros(elems, device=device) for _ in range(4 * layers)]
+        torch.cuda.synchronize()
+        wrong.append(sum(int(each.count_nonzero()) for each in later))
+    return wrong
+
+
+def test_memory_of_unused_prefetched_activations_is_reused_after_their_copies():
+    assert run_ranks(_unused_prefetches_body, 1, timeout=60) == [[0, 0]]
+
+
 def _check_random():
     import torch
 

@@ -44,6 +44,12 @@ def _gpu_build():
         pytest.skip("this TensorFlow is built for CPUs only")
 
 
+def inner(variable):
+    """Returns TensorFlow's variable: that of a variable of Keras 3, or the variable itself with tf_keras."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
+
+
 def row(base, partitions):
     """Makes a model of equal layers, and a function that trains one step; one process runs the same microbatches as the
     partitions.
@@ -69,7 +75,7 @@ def row(base, partitions):
 
     def gradients_of(x):
         loss = tf.reduce_mean(model(x))
-        return tf.gradients(loss, [getattr(each, "value", each) for each in model.trainable_variables]), loss
+        return tf.gradients(loss, [inner(each) for each in model.trainable_variables]), loss
 
     step = smp.step(gradients_of) if base is smp.DistributedModel else None
 
@@ -98,9 +104,9 @@ def on_its_gpu(tf, smp, model):
     sizes = []
     with model._smp_all_variables():
         for variable in model.trainable_variables:
-            inner = getattr(variable, "value", variable)
-            value = tf.raw_ops.ReadVariableOp(resource=inner.handle, dtype=inner.dtype)
-            assert "GPU:0" in inner.device, inner.device
+            held = inner(variable)
+            value = tf.raw_ops.ReadVariableOp(resource=held.handle, dtype=held.dtype)
+            assert "GPU:0" in held.device, held.device
             assert "GPU:0" in value.device, value.device
             sizes.append(int(tf.size(value)) // WIDTH**2)
     assert sum(sizes) == len(model.trainable_variables) == LAYERS // smp.size(), sizes
@@ -159,7 +165,7 @@ def replicas(tf, smp):
     @smp.step
     def gradients(x):
         loss = tf.reduce_sum(model(x))
-        return tf.gradients(loss, [getattr(each, "value", each) for each in model.trainable_variables]), loss
+        return tf.gradients(loss, [inner(each) for each in model.trainable_variables]), loss
 
     mean = (smp.size() + 1) / 2
     for _ in range(4):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from support import Forked, run_ranks
@@ -15,7 +17,6 @@ def _check_training(partitions, schedule, ends_alike, has_collectives=False):
     With ``has_collectives``, the ranks exchange something in each body, which they reach at different times.
     """
     import random
-    import time
 
     import torch
     from torch import nn
@@ -150,6 +151,111 @@ def _check_failure():
 @pytest.mark.timeout(120)
 def test_the_pipeline_works_after_a_step_raised():
     run_ranks(_check_failure, 2, launcher=FORKED)
+
+
+def _caught_error_body():
+    """A module fails while a body reads a value, and the body catches the error; returns what the step raises."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    fails, calls, caught = [], [], []
+
+    class Part(nn.Linear):
+        def forward(self, x):
+            if fails:
+                raise ArithmeticError("of the module")
+            return super().forward(x)
+
+    smp.init({"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+    module = nn.Sequential(nn.Linear(4, 4), Part(4, 4))
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model, x):
+        calls.append(1)
+        # Reads in the second microbatch of the second call, while nothing of the first microbatch has run.
+        if len(calls) == 6:
+            for _ in range(2):
+                try:
+                    model.module[0].weight.sum().item()
+                except Exception as error:
+                    caught.append(str(error))
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(8, 4))
+    fails.append(1)
+    begin = time.monotonic()
+    with pytest.raises(Exception, match="of the module") as raised:
+        step(model, torch.ones(8, 4))
+    assert time.monotonic() - begin < 20
+    return len(calls), caught, str(raised.value)
+
+
+@pytest.mark.timeout(120)
+def test_an_error_that_the_body_catches_is_raised_by_the_step():
+    for calls, caught, text in run_ranks(_caught_error_body, 2, launcher=FORKED):
+        assert calls == 6, "no body runs after the one that has caught the error"
+        assert len(caught) == 2
+        assert all("of the module" in each for each in [*caught, text]), (caught, text)
+
+
+def _groups_body():
+    """Returns the groups that each of two jobs of one process has made, and those that it has left behind."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed import _core
+    from smdistributed.dataparallel.torch import distributed as dist
+
+    made, removed = [], []
+    new_group, remove_group = dist.new_group, _core.remove_group
+
+    def making(ranks=None):
+        group = new_group(ranks)
+        made.append(group.id)
+        return group
+
+    def removing(number):
+        remove_group(number)
+        removed.append(number)
+
+    dist.new_group, _core.remove_group = making, removing
+    found = []
+    for _ in range(2):
+        smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        smp.set_partition(module[1], 1)
+        model = smp.DistributedModel(module)
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(3):
+            step(model, torch.ones(8, 4))
+        # On a device, messages have a channel for each direction.
+        transfers = model.pipeline.transfers
+        for key in ((0, 1), (1, 0)):
+            transfers._channels[key] = dist.new_group([0, 1])
+        assert transfers._comparison_group is not None, "steps overlap"
+        smp.shutdown()
+        found.append((len(made), sorted(set(made) - set(removed))))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_shutdown_removes_the_groups_of_the_pipeline():
+    for first, second in run_ranks(_groups_body, 2, launcher=FORKED):
+        assert first[1] == second[1] == [], (first, second)
+        assert second[0] == 2 * first[0] > 3
 
 
 def _check_draws_and_autocast():

@@ -126,10 +126,13 @@ def shutdown() -> None:
     :func:`init` may be called again. The process stays in the job.
     """
     if state.initialized:
+        pipeline = None if state.model is None else state.model.pipeline
         try:
-            if state.model is not None and state.model.pipeline is not None:
-                state.model.pipeline.timeline.finish()
+            if pipeline is not None:
+                pipeline.timeline.finish()
         finally:
+            if pipeline is not None:
+                pipeline.transfers.close()
             state.groups.close()
             state.leave()
 

@@ -20,7 +20,7 @@ from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import CLASSES, SMPCheckpointError
 from smdistributed.modelparallel.objects import CommGroup
-from smdistributed.modelparallel.torch.communication import allgather
+from smdistributed.modelparallel.torch.communication import allgather, raise_on_all_ranks
 from smdistributed.modelparallel.torch.device import current_device
 from smdistributed.modelparallel.torch.nn.shard import Shard
 from smdistributed.modelparallel.torch.sharding.piece import Piece
@@ -91,6 +91,31 @@ def holders(
     return found
 
 
+class _Whole(NamedTuple):
+    """A tensor that its holders put together.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        parameter: The name of its parameter.
+        dtype: Its type.
+        shape: Its shape.
+        group: The holders.
+        part: The first row that this rank writes, and the number of rows; ``None`` if it writes none.
+    """
+
+    name: str
+    parameter: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    group: dist.ProcessGroup
+    part: tuple[int, int] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def rows(
     shards: Mapping[str, tuple[torch.Tensor, Piece]], held: Mapping[str, Holders], divided: Mapping[str, Shard]
 ) -> dict[str, Rows]:
@@ -103,33 +128,72 @@ def rows(
 
     Returns:
         By name in the checkpoint, the rows that this rank writes.
+
+    Raises:
+        SMPCheckpointError: A rank lacks the memory for the largest tensor; raised on all ranks.
+        Exception: This rank failed otherwise; raised after its part in all collectives, so that the caller can
+            report it to the other ranks.
     """
     about = {name: (piece.name, str(tensor.dtype), piece.shape) for name, (tensor, piece) in shards.items()}
     everywhere = allgather(about, CommGroup.WORLD)
+
+    def prepare() -> tuple[list[_Whole], torch.Tensor]:
+        wholes = _wholes(everywhere, held)
+        largest = max((each.nbytes for each in wholes), default=0)
+        return wholes, torch.empty(largest, dtype=torch.uint8, device=current_device())
+
+    # Memory for the largest tensor. The all-reduces below need no other, so a rank that lacks it cannot leave the
+    # other ranks waiting in one of them.
+    wholes, memory = raise_on_all_ranks(prepare, CommGroup.WORLD, "the shards could not be put together")
     found: dict[str, Rows] = {}
+    failure: Exception | None = None
+    for each in wholes:
+        content = memory[: each.nbytes]
+        whole = content.view(each.dtype)
+        try:
+            content.zero_()
+            if each.name in shards:
+                tensor, piece = shards[each.name]
+                whole[piece.start : piece.end].copy_(tensor.detach()[: piece.end - piece.start])
+        except Exception as error:
+            failure = failure or error
+        with errors.translated(CLASSES):
+            # Summed as bytes: a sum with zeros keeps every bit. A rank that has failed takes part as well.
+            dist.all_reduce(content, ReduceOp.SUM, each.group)
+        if each.part is None or failure is not None:
+            continue
+        first, count = each.part
+        try:
+            found[each.name] = _written(whole.view(each.shape), first, first + count, divided.get(each.parameter))
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return {name: each for name, each in found.items() if each.tensor.numel()}
+
+
+def _wholes(everywhere: Sequence[Mapping[str, Any]], held: Mapping[str, Holders]) -> list[_Whole]:
+    """Return the tensors that this rank helps to put together, in an order that is equal on all of their holders.
+
+    ``everywhere`` has the shards of each rank: by name in the checkpoint, the name of the parameter, type and shape.
+    """
+    found: list[_Whole] = []
     for own in dict.fromkeys(each for each in held.values() if each.writes):
         # A rank without shards of some parameter still takes part in putting it together.
         known = {name: each for member in own.members for name, each in everywhere[member].items()}
         names = sorted(name for name, (parameter, *_) in known.items() if held.get(parameter) == own)
-        dtypes = [getattr(torch, known[name][1].split(".")[1]) for name in names]
-        sizes = [
-            (shape[0] if shape else None, math.prod(shape) * dtype.itemsize, True)
-            for dtype, (_, _, shape) in zip(dtypes, (known[name] for name in names), strict=True)
-        ]
+        wholes = []
+        for name in names:
+            parameter, dtype, shape = known[name]
+            wholes.append(_Whole(name, parameter, getattr(torch, dtype.split(".")[1]), shape, own.group, None))
+        sizes = [(each.shape[0] if each.shape else None, each.nbytes, True) for each in wholes]
         written = dict(_core.checkpoint_shares(sizes, own.members.index(state.groups.rank), len(own.members)))
-        for number, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
-            parameter, _, shape = known[name]
-            whole = torch.zeros(math.prod(shape), dtype=dtype, device=current_device())
-            if name in shards:
-                tensor, piece = shards[name]
-                whole[piece.start : piece.end].copy_(tensor.detach()[: piece.end - piece.start])
-            with errors.translated(CLASSES):
-                # Summed as bytes: a sum with zeros keeps every bit.
-                dist.all_reduce(whole.view(torch.uint8), ReduceOp.SUM, own.group)
+        for number, each in enumerate(wholes):
             if number in written:
-                first, count = written[number] or (0, shape[0] if shape else 1)
-                found[name] = _written(whole.view(shape), first, first + count, divided.get(parameter))
-    return {name: each for name, each in found.items() if each.tensor.numel()}
+                all_rows = (0, each.shape[0] if each.shape else 1)
+                each = each._replace(part=written[number] or all_rows)
+            found.append(each)
+    return found
 
 
 def _written(whole: torch.Tensor, first: int, last: int, shard: Shard | None) -> Rows:

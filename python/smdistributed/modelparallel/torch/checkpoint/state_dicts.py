@@ -147,7 +147,10 @@ def _own(model: DistributedModel) -> dict[str, Any]:
 
 
 def full_model(model: DistributedModel, gather_to_rank0: bool) -> dict[str, Any]:
-    """Gather the whole model in host memory, on all ranks of the pipeline or on the first one only."""
+    """Gather the whole model in host memory, on all ranks of the pipeline or on the first one only.
+
+    All ranks of the pipeline call it; if parameters are sharded, all ranks of the job.
+    """
     shards = slices.named_shards(model.module)
     if not model.is_partitioned and not shards:
         return _own(model)
@@ -165,30 +168,47 @@ def _gathered(
 ) -> dict[str, Any]:
     """Gather the whole model in host memory unit by unit, so that no rank holds it on its device."""
     wanted = not first_only or state.groups.rank_in("rdp") == 0
-    whole: dict[str, torch.Tensor] = {}
-
-    def take(name: str, tensor: torch.Tensor) -> None:
-        if wanted:
-            whole[name] = tensor.detach().to("cpu", copy=True)
-
-    sharded.whole_parameters(take)
-    if not wanted:
-        return {}
-    pieces, extras = sharded.pieces, local_extras(model)
-    found: dict[str, Any] = {}
-    for name, entry in _entries(model):
-        if isinstance(entry, nn.Module):
-            if name in extras:
-                found[name] = entry.get_extra_state()
-        elif id(entry) in pieces:
-            found[name] = whole[pieces[id(entry)].name]
-        elif not isinstance(entry, MetaParameter):
-            found[name] = entry.detach().cpu()
-    if state.groups.mp_group is None:
+    found = _with_whole_parameters(model, sharded, wanted)
+    if not wanted or state.groups.mp_group is None:
         return found
     parts = gather_on_host(lambda: found, CommGroup.MP_GROUP, first_only=first_only)
     merged = slices.merge(parts, divided)
     return {name: merged[name] for name, _ in _entries(model)} if parts else {}
+
+
+def _with_whole_parameters(model: DistributedModel, sharded: ShardedModel, wanted: bool) -> dict[str, Any]:
+    """Return this rank's part of the state in host memory, with whole parameters; empty unless ``wanted``.
+
+    All ranks of the job call it. They exchange their errors twice for the whole model. A rank without memory on its
+    device cannot take part in an all-gather, so the first exchange follows the allocation. After another error, a rank
+    takes part in the remaining all-gathers, for which the other ranks wait, and reports the error afterwards.
+    """
+    what = "the state could not be gathered"
+    memory = raise_on_all_ranks(sharded.gather_memory, CommGroup.WORLD, what)
+
+    def gather() -> dict[str, Any]:
+        whole: dict[str, torch.Tensor] = {}
+
+        def take(name: str, tensor: torch.Tensor) -> None:
+            if wanted:
+                whole[name] = tensor.detach().to("cpu", copy=True)
+
+        sharded.whole_parameters(memory, take)
+        if not wanted:
+            return {}
+        pieces, extras = sharded.pieces, local_extras(model)
+        found: dict[str, Any] = {}
+        for name, entry in _entries(model):
+            if isinstance(entry, nn.Module):
+                if name in extras:
+                    found[name] = entry.get_extra_state()
+            elif id(entry) in pieces:
+                found[name] = whole[pieces[id(entry)].name]
+            elif not isinstance(entry, MetaParameter):
+                found[name] = entry.detach().cpu()
+        return found
+
+    return raise_on_all_ranks(gather, CommGroup.WORLD, what)
 
 
 class _Report(NamedTuple):

@@ -51,13 +51,19 @@ class Host(Protocol):
         """Return the tensor of :meth:`prefetch`, for work that is queued from now on."""
         ...
 
+    def drop(self, pending_copy: Any) -> None:
+        """Take back the result of :meth:`prefetch` for which :meth:`wait` was never called; called on any thread."""
+        ...
+
 
 class CudaHost:
     """Uses one stream for each direction, because a device can copy in both directions at the same time.
 
     The host may be many tasks ahead of the device. So an offloaded tensor is kept until the computing stream was made
     to wait for its copy, and a prefetched one is allocated in that stream. The allocator thus reuses memory in the
-    order of the program.
+    order of the program. A prefetched tensor that nothing has used is the exception: the computing stream has not
+    waited for its copy, so :meth:`drop` makes the allocator wait. Used tensors do not need that, which would delay the
+    reuse of their memory until the host sees that the copy has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,6 +105,11 @@ class CudaHost:
         torch.cuda.current_stream(self._device).wait_event(came)
         return tensor
 
+    def drop(self, pending_copy: tuple[torch.Tensor, torch.cuda.Event]) -> None:
+        """Keep the memory of a prefetched tensor from being reused before its copy has ended."""
+        tensor, _ = pending_copy
+        tensor.record_stream(self._back)
+
     def _release(self, but: int) -> None:
         while len(self._pending_copies) > but:
             _, left = self._pending_copies.popleft()
@@ -108,11 +119,17 @@ class CudaHost:
 class _OffloadedTensor:
     """A tensor in host memory, owned by the autograd graph."""
 
-    __slots__ = ("__weakref__", "batch", "copy", "pending_copy", "place")
+    __slots__ = ("__weakref__", "batch", "copy", "is_used", "pending_copy", "place")
 
     def __init__(self, batch: Batch, place: int, copy: Any) -> None:
         self.batch, self.place, self.copy = batch, place, copy
         self.pending_copy: Any = None
+        self.is_used = False
+
+    def __del__(self) -> None:
+        # A graph whose backward does not run, or fails, drops tensors that are on their way to the device.
+        if self.pending_copy is not None and not self.is_used:
+            self.batch.drop(self.pending_copy)
 
 
 class Batch:
@@ -150,7 +167,13 @@ class Batch:
     def unpack(self, offloaded: _OffloadedTensor) -> torch.Tensor:
         """Return a tensor that is used now, and prefetch those that are used next."""
         self._prefetch(offloaded.place - self._horizon, offloaded.place + 1)
-        return self._host.wait(offloaded.pending_copy)
+        tensor = self._host.wait(offloaded.pending_copy)
+        offloaded.is_used = True
+        return tensor
+
+    def drop(self, pending_copy: Any) -> None:
+        """Take back a prefetched tensor that is never used."""
+        self._host.drop(pending_copy)
 
 
 def _unpack(packed: KeptTensor | _OffloadedTensor) -> torch.Tensor:

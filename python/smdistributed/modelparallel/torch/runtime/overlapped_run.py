@@ -141,12 +141,19 @@ class OverlappedRun:
         self._program = executor.begin(
             expectation.program, self._microbatches, expectation.microbatches, self._note_stage
         )
-        self._is_over = self._has_failed = False
+        self._is_over = False
+        #: The error that has ended this run. The body may have caught it.
+        self._failure: BaseException | None = None
         self._casts = contextlib.ExitStack()
         self._casts.enter_context(casts_are_cached())
 
     def add(self, recording: Recording, returned: Sequence[Value]) -> None:
-        """Run the tasks that can run now that a microbatch has been recorded."""
+        """Run the tasks that can run now that a microbatch has been recorded.
+
+        Raises:
+            BaseException: Tasks have failed while a body ran, which has caught the error.
+        """
+        self._raise_failure()
         self._pipeline.reorder_as_before(recording, self._expectation.digest)
         self.returned.append([value.index for value in returned])
         found = tuple(sorted({value.index for value in returned}))
@@ -170,6 +177,7 @@ class OverlappedRun:
 
     def complete(self) -> None:
         """Complete all recorded microbatches (OVL-3); later ones run after the bodies."""
+        self._raise_failure()
         if self._is_over:
             return
         self.was_interrupted = True
@@ -189,7 +197,11 @@ class OverlappedRun:
 
         Returns:
             The microbatches that were executed: those before the first unexpected one.
+
+        Raises:
+            BaseException: Tasks have failed, here or while a body ran, which has caught the error.
         """
+        self._raise_failure()
         self._on_stage_done = on_stage_done
         self._run()
         self._end()
@@ -202,7 +214,7 @@ class OverlappedRun:
 
         No rank waits for another one afterwards.
         """
-        if not self._has_failed:
+        if self._failure is None:
             self.complete()
             self._wait_for_comparisons()
 
@@ -219,6 +231,13 @@ class OverlappedRun:
     def end_step(self) -> None:
         """Leave the step, whether it has succeeded or not (OVL-6)."""
         self._casts.close()
+        # The error refers to this object through its traceback.
+        self._failure = None
+
+    def _raise_failure(self) -> None:
+        """Raise the error that has ended this run, if there is one; the other ranks know of it."""
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self, microbatches: int | None = None) -> None:
         """Run all tasks, or those that all ranks can run with this number of microbatches."""
@@ -256,8 +275,8 @@ class OverlappedRun:
         try:
             with state.hidden(), state.applied(), own_numbers, reporting_failures():
                 yield
-        except BaseException:
-            self._has_failed = self._is_over = True
+        except BaseException as error:
+            self._failure, self._is_over = error, True
             raise
 
     def _may_run(self, index: int) -> bool:
@@ -278,9 +297,9 @@ class OverlappedRun:
     def _end(self) -> None:
         if self._is_over:
             return
-        self._program.allow(self._may_run, len(self._microbatches))
-        self._is_over = True
         with self._executing():
+            self._program.allow(self._may_run, len(self._microbatches))
+            self._is_over = True
             self._capture_stages()
             self._program.complete()
         for mb in self._microbatches:

@@ -291,10 +291,11 @@ class Pipeline:
 
     def _broadcast(self, tensor: torch.Tensor | None, value: Value) -> torch.Tensor:
         meta = value.meta
-        whole = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
-        if tensor is not None:
-            whole.copy_(tensor.detach())
-        self.transfers.broadcast(whole, value.rank)
+        with reporting_failures():
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+            if tensor is not None:
+                whole.copy_(tensor.detach())
+            self.transfers.broadcast(whole, value.rank)
         return whole
 
     def _flush(self, recording: Recording) -> Microbatch:
@@ -582,7 +583,8 @@ class Pipeline:
                     lambda rank: graph.plan(rank, self.size, len(part), schedule, *self._bounds)
                 )
             program = self._plans[key] = Program.of(self.rank, programs, len(part))
-            self.transfers.open(graph.edges(range(len(graph.stages))))
+            with reporting_failures():
+                self.transfers.open(graph.edges(range(len(graph.stages))))
         return program
 
     def results(self, microbatches: Sequence[Microbatch], detach: bool) -> list[dict[int, torch.Tensor]]:

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsage
 from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
+from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
 from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
 from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
@@ -167,20 +168,24 @@ class Replicas:
         """
         if self._reducer is None or not self.must_reduce(has_backward):
             return pipeline.run(recordings, returned, scale, _nothing, overlapped)
-        reducers = self._reducers(model)
-        for reducer, parameters in reducers:
-            reducer.begin(pipeline, parameters)
+        begun: list[GradientReducer | ShardReducer] = []
 
         def on_stage_done(stage: int, last: Microbatch) -> None:
-            for reducer, _ in reducers:
+            for reducer in begun:
                 reducer.on_stage_done(stage, last)
 
         try:
+            # Ranks of other partitions, which do not take part in these reductions, wait for this one's messages.
+            with reporting_failures():
+                for reducer, parameters in self._reducers(model):
+                    reducer.begin(pipeline, parameters)
+                    begun.append(reducer)
             microbatches = pipeline.run(recordings, returned, scale, on_stage_done, overlapped)
-            for reducer, _ in reducers:
-                reducer.finish()
+            with reporting_failures():
+                for reducer in begun:
+                    reducer.finish()
         except BaseException:
-            for reducer, _ in reducers:
+            for reducer in begun:
                 reducer.cancel()
             raise
         return microbatches

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPError
 from smdistributed.modelparallel.torch.tracing.remote_tensor import TensorMeta
@@ -53,6 +54,15 @@ class Transfers:
                 dist.send(number, members[1], channel)
             else:
                 dist.recv(number, members[0], channel)
+
+    def close(self) -> None:
+        """Remove the channels and the group of comparisons from the core, in an order that is equal on both ends."""
+        groups = [*self._channels.values(), self._comparison_group]
+        self._channels, self._comparison_group = {}, None
+        for group in groups:
+            if group is not None:
+                assert group.id is not None, "this rank is a member"
+                _core.remove_group(group.id)
 
     def max_posted_receives(self, messages: int) -> int:
         """Return how many receives may be posted ahead of their use in the program: none on devices.

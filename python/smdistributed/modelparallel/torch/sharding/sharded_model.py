@@ -428,19 +428,36 @@ class ShardedModel:
 
     # Values.
 
+    def gather_memory(self) -> torch.Tensor:
+        """Return memory for the largest unit, for :meth:`whole_parameters`."""
+        device = next((each.parameter.device for each in self.parameters()), None)
+        return torch.empty(max((unit.nbytes for unit in self.units), default=0), dtype=torch.uint8, device=device)
+
     @torch.no_grad()
-    def whole_parameters(self, take: Callable[[str, torch.Tensor], None]) -> None:
+    def whole_parameters(self, memory: torch.Tensor, take: Callable[[str, torch.Tensor], None]) -> None:
         """Gather one unit after the other; all ranks of the sharding group call it.
 
         Args:
-            take: Called with the name and the whole value of each parameter.
+            memory: The result of :meth:`gather_memory`; all ranks must have it before one of them calls this.
+            take: Called with the name and the whole value of each parameter, which is valid during the call only.
+
+        Raises:
+            Exception: ``take`` failed. This rank has taken part in all gathers nevertheless, so that the other ranks do
+            not wait for it.
         """
+        failure: Exception | None = None
         for unit in self.units:
             was_present = unit.is_present
-            unit.begin_gather()
-            with errors.translated(CLASSES):
-                full = unit.finish_gather()
-            for each, tensor in zip(unit.parameters, full, strict=True):
-                take(each.piece.name, tensor)
             if not was_present:
-                unit.free()
+                with errors.translated(CLASSES):
+                    unit.gather_into(memory)
+            if failure is not None:
+                continue
+            try:
+                full = unit.finish_gather() if was_present else unit.split(memory)
+                for each, tensor in zip(unit.parameters, full, strict=True):
+                    take(each.piece.name, tensor)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure

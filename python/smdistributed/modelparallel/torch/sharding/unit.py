@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,25 @@ class Unit:
                 for each, tensor in zip(self.parameters, wholes, strict=True)
             )
         return self.full
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole unit, padding included."""
+        return self.elems * self._flat.element_size()
+
+    def gather_into(self, memory: torch.Tensor) -> None:
+        """Gather the unit into the first of these bytes; neither allocates memory nor makes the unit present."""
+        dist.all_gather_into_tensor(self._view(memory), self._flat, self.groups.sharding)
+
+    def split(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the whole parameters from the result of :meth:`gather_into`, each a copy or a view of it."""
+        rows = self._view(memory).view(self._ranks, -1)
+        for each in self.parameters:
+            whole = rows[:, each.offset : each.offset + each.elems].reshape(-1)
+            yield whole[: each.numel].view(each.shape)
+
+    def _view(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[: self.nbytes].view(self._flat.dtype)
 
     def free(self) -> None:
         """Free the whole parameters, once no operation needs them any more."""
