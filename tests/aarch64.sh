@@ -55,9 +55,11 @@ say "built $target/$triple/release/lib_core.so"
 
 # Emulated, each case of a property takes some ten times as long.
 export PROPTEST_CASES="${PROPTEST_CASES:-8}"
-# Tests that fail under qemu-user for another reason than the processor. This one expects that rank 1 joins within 50 ms
-# of the start of its thread; emulated and beside other tests, it takes longer now and then.
-skipped="--skip a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it"
+# Tests that fail under qemu-user for another reason than the processor. The first one expects that rank 1 joins within
+# 50 ms of the start of its thread; emulated and beside other tests, it takes longer now and then. Those of direct reads
+# need `process_vm_readv`, which qemu-user does not have, and it reads a socket's congestion control as a number.
+skipped="--skip a_member_that_breaks_the_protocol_is_out_and_the_others_hear_of_it --skip collectives::tests::direct::
+    --skip only_bbr_is_replaced_and_only_where_the_delay_is_short --skip the_users_choice_counts"
 
 if cargo nextest --version >/dev/null 2>&1; then
     test="cargo nextest run --profile qemu"

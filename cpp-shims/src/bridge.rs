@@ -68,7 +68,7 @@ mod ffi {
         ReduceScatter,
         AllToAll,
         /// `AllGather` and `AllToAll` of rows, where `Call::rows` has their number for each rank or in total.
-        /// `Completion::make_outputs` allocates the outputs. Only `submit` supports these.
+        /// `Completion::make_outputs` allocates the outputs. Only `submit` and `submit_group_named` support these.
         AllGatherRows,
         AllToAllRows,
         Barrier,

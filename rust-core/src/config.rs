@@ -32,7 +32,7 @@ settings! {
     EXIT_TIMEOUT_SECONDS = "SMD_EXIT_TIMEOUT_SECONDS", [], "1800",
         "How long rank 0 keeps serving the rendezvous after it has finished, until the other ranks have left, in seconds. With MPI, all ranks wait up to the same time for each other before they finalize MPI.";
     INIT_TIMEOUT_SECONDS = "SMD_INIT_TIMEOUT_SECONDS", ["HOROVOD_GLOO_TIMEOUT_SECONDS"], "300",
-        "Longest wait of `init()` for the other ranks, in seconds; of the launcher, for an `ssh` to read the variables of its rank.";
+        "Longest wait of `init()` for the other ranks, in seconds. The launcher ends an `ssh` that does not read variables longer than a pipe's buffer within this time.";
     PEER_TIMEOUT_SECONDS = "SMD_PEER_TIMEOUT_SECONDS", [], "7",
         "Time without any message from a host, in seconds, after which its ranks count as dead. The death of a single process is noticed at once; this timeout detects lost hosts and links.";
     SECRET = "SMD_SECRET", [], "",

@@ -161,6 +161,19 @@ def rows():
                 assert counts.tolist() == [(1 << 18) // size] * size
                 assert all((part == one + 1).all() for one, part in enumerate(got.chunk(size)))
                 assert hvd.allgather(x[:0]).shape == (0, 4)
+        # The memory of a result that another stream uses is not reused before that stream is done.
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            handle = hvd.allgather_async(torch.full((1 << 20,), 7.0, device="cuda"))
+        got = hvd.synchronize(handle)
+        torch.cuda._sleep(50_000_000)
+        copy = got.clone()
+        del got, handle
+        with torch.cuda.stream(side):
+            others = [torch.zeros(size << 20, device="cuda") for _ in range(4)]
+        torch.cuda.synchronize()
+        assert (copy == 7.0).all(), "a later tensor has overwritten it"
+        del others
     # The last rank has no memory for the second output: all ranks get an error, and the name can be used again.
     x = torch.ones(16 << 20, device="cuda")
     torch.cuda.empty_cache()

@@ -364,7 +364,7 @@ class ElasticRayExecutor:
             min_num_proc: Least number of workers.
             max_num_proc: Largest number of workers; all slots of the cluster by default.
             reset_limit: Largest number of sessions after the first.
-            elastic_timeout: Longest wait for slots, in seconds.
+            elastic_timeout: Longest wait for slots, and for workers to call ``init()``, in seconds.
             timeout_s: Longest wait of ``hvd.init()`` for the other ranks, in seconds.
             ssh_identity_file: Accepted for compatibility, without effect: Ray starts the workers.
             nics: Interfaces that workers use; by default the core chooses.

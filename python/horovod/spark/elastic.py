@@ -123,8 +123,8 @@ def run_elastic(
         max_num_proc: Largest number of processes; ``num_proc`` by default. The Spark job has that many tasks.
         start_timeout: Longest wait for Spark's first tasks, and of ``hvd.init()`` for the other ranks, in seconds; by
             default ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
-        elastic_timeout: Longest wait of a later session for slots, in seconds; by default ``HOROVOD_ELASTIC_TIMEOUT``,
-            or 600.
+        elastic_timeout: Longest wait of a later session for slots, and of any for workers to call ``hvd.init()``, in
+            seconds; by default ``HOROVOD_ELASTIC_TIMEOUT``, or 600.
         reset_limit: Largest number of sessions after the first.
         cooldown_range: Least and largest time that an executor is not used after a process failed there, in seconds;
             by default it is never used again.

@@ -178,12 +178,13 @@ def _note_host_memory(what: str, tensors: Sequence[tf.Tensor]) -> None:
     """Count and report an operation that copies tensors from a GPU to host memory and back.
 
     A function is counted when it is traced. The devices of its tensors are then open, unless the script named them.
+    TensorFlow keeps tensors of type int32 in host memory.
     """
-    devices = [tensor.device or "" for tensor in tensors]
+    devices = [tensor.device or "" for tensor in tensors if tensor.dtype.base_dtype != tf.int32]
     if tf.executing_eagerly():
         is_on_gpu = any("GPU" in device for device in devices)
     else:
-        is_on_gpu = not all("CPU" in device for device in devices) and bool(tf.config.get_visible_devices("GPU"))
+        is_on_gpu = any("CPU" not in device for device in devices) and bool(tf.config.get_visible_devices("GPU"))
     if is_on_gpu:
         _core.note_fallback("through_host_memory")
         basics.warn_once(

@@ -43,9 +43,16 @@ class _Pending:
             self.work.wait()
         except (RuntimeError, ValueError) as error:
             raise at_execution(error) from None
+        outputs = self.work.results() if self.outputs is None else self.outputs
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        return self.finish(self.work.results() if self.outputs is None else self.outputs)
+            current = torch.cuda.current_stream(self.stream.device)
+            if current != self.stream:
+                current.wait_stream(self.stream)
+                for output in outputs if self.outputs is None else ():
+                    # Its memory belongs to the stream of the submission, which must not reuse it too early.
+                    if output.is_cuda:
+                        output.record_stream(current)
+        return self.finish(outputs)
 
 
 _handle_map: dict[int, _Pending] = {}

@@ -26,7 +26,7 @@ def _check_offloading():
         prefetch."""
 
         def __init__(self):
-            self.left, self.came, self.stayed = 0, 0, 0
+            self.left, self.came, self.stayed, self.dropped = 0, 0, 0, 0
 
         def is_on_device(self, tensor):
             return True
@@ -45,7 +45,7 @@ def _check_offloading():
             return arriving
 
         def drop(self, arriving):
-            raise AssertionError("each prefetched tensor is used")
+            self.dropped += 1
 
     torch.set_default_dtype(torch.float64)
     rows, width, layers, microbatches = 1024, 128, 6, 8
@@ -91,6 +91,7 @@ def _check_offloading():
         assert host.stayed == (microbatches if is_kept else 0), host.stayed
         place = smp.pp_rank()
         smp.shutdown()
+        assert host.dropped == 0, "each prefetched tensor is used"
         return SimpleNamespace(left=host.left, place=place)
 
     # The simple schedule runs all forwards first, so activations are offloaded unless the horizon exceeds the program.

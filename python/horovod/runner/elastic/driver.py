@@ -67,7 +67,7 @@ class ElasticDriver:
         discovery: Finds hosts; called every second.
         min_num_proc: Least number of slots of a session.
         max_num_proc: Largest number of slots of a session; ``None`` means all.
-        timeout: Longest wait for slots, or for a worker to return, in seconds.
+        timeout: Longest wait for slots, for the first worker to call ``init()``, or for a worker to return, in seconds.
         reset_limit: Largest number of sessions after the first.
         cooldown_range: See :class:`~horovod.runner.elastic.discovery.HostManager`.
         verbose: 1 prints progress.

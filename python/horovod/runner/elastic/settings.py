@@ -14,7 +14,7 @@ class ElasticSettings(BaseSettings):
         discovery: Finds hosts.
         min_num_proc: Least number of slots of a session.
         max_num_proc: Largest number of slots of a session.
-        elastic_timeout: Longest wait for slots, in seconds.
+        elastic_timeout: Longest wait for slots, and for workers to call ``init()``, in seconds.
         reset_limit: Largest number of sessions after the first.
         cooldown_range: Least and largest time that a host is not used after a worker failed there, in seconds.
         **kwargs: See :class:`BaseSettings`.

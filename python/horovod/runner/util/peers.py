@@ -137,7 +137,8 @@ def keep_alive(peer: socket.socket) -> None:
     """Let an idle connection fail when the peer's host does not answer any more.
 
     The user timeout of :func:`notice_lost_hosts` would also end a connection whose peer is alive and does not read for
-    that long, such as a paused launcher that receives the output of a command. This function sets keepalive only.
+    that long, such as a paused launcher that receives the output of a command. This function sets keepalive only. If
+    the host vanishes while sent data is not acknowledged, TCP's own limit applies, about 15 minutes.
 
     Args:
         peer: The connection's socket.

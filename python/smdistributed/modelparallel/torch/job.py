@@ -131,10 +131,12 @@ def shutdown() -> None:
             if pipeline is not None:
                 pipeline.timeline.finish()
         finally:
-            if pipeline is not None:
-                pipeline.transfers.close()
-            state.groups.close()
-            state.leave()
+            try:
+                if pipeline is not None:
+                    pipeline.transfers.close()
+            finally:
+                state.groups.close()
+                state.leave()
 
 
 def is_initialized() -> bool:

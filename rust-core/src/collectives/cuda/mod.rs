@@ -3,7 +3,7 @@
 //!
 //! - CUDA-1: an operation is queued into the stream that its views name, without waiting for the device. Later work in
 //!   that stream sees the result. A caller whose stream must not wait for other members launches the operation in the
-//!   group's own stream instead, which first waits for the views' stream. It is notified when the device has finished
+//!   group's own stream instead, which first waits for the views' streams. It is notified when the device has finished
 //!   ([`completion`]).
 //! - CUDA-2: a group creates its device communicator at its first operation on CUDA tensors, which all members call
 //!   and which waits for them. Messages to oneself need none. A device communicator has one device per member; another
@@ -167,7 +167,7 @@ impl Cuda {
         self.made.load(Ordering::Relaxed) > 0
     }
 
-    /// Like [`Cuda::run`], but in the group's own stream, after the work that the views' stream holds now.
+    /// Like [`Cuda::run`], but in the group's own stream, after the work that the views' streams hold now.
     pub(super) fn launch(self: &Arc<Self>, requests: &[Request], timeout: Option<Duration>) -> Result<PendingWork> {
         let Some((first, stream)) = self.accept_all(requests)? else {
             return Err(Error::Internal("a batch for a device has no operations".into()));
@@ -186,7 +186,7 @@ impl Cuda {
         };
         // Collectives by name may come from several streams of the script. Each event is destroyed at once; the group's
         // stream still waits for it.
-        for raw in streams(requests) {
+        for raw in streams(requests, context.device()) {
             // SAFETY: the views' promise covers their stream.
             let stream = unsafe { Stream::borrowed(context, raw) };
             let ready = Event::new(context)?;
@@ -631,10 +631,10 @@ impl p2p::MemberStore for GroupStore<'_> {
     }
 }
 
-/// Returns the streams of all views, each once.
-fn streams(requests: &[Request]) -> Vec<usize> {
+/// Returns the streams of all views on `device`, each once. Views without elements may name another device.
+fn streams(requests: &[Request], device: u16) -> Vec<usize> {
     let mut found = Vec::new();
-    for view in requests.iter().flat_map(call::views) {
+    for view in requests.iter().flat_map(call::views).filter(|view| view.device() == Device::Cuda(device)) {
         if !found.contains(&view.stream()) {
             found.push(view.stream());
         }

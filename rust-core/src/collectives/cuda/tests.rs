@@ -41,9 +41,11 @@ fn views_agree_about_their_place() {
 
 #[test]
 fn every_stream_of_a_batch_is_found_once() {
-    let device = Device::Cuda(1);
     // SAFETY: no code reads or writes through it.
-    let on = |stream| unsafe { TensorView::new(64 as *mut u8, 3, DType::Float32, device, stream) }.unwrap();
-    let sum = |input, output| Request::AllReduce { input: on(input), output: on(output), op: ReduceOp::Sum };
-    assert_eq!(streams(&[sum(7, 7), sum(9, 9), sum(7, 9)]), [7, 9]);
+    let on = |stream, device| unsafe {
+        TensorView::new(64 as *mut u8, 3, DType::Float32, Device::Cuda(device), stream).unwrap()
+    };
+    let sum = |input, output| Request::AllReduce { input, output, op: ReduceOp::Sum };
+    let requests = [sum(on(7, 1), on(7, 1)), sum(on(9, 1), on(9, 1)), sum(on(7, 1), on(9, 1)), sum(on(8, 0), on(8, 0))];
+    assert_eq!(streams(&requests, 1), [7, 9]);
 }

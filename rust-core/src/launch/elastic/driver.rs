@@ -18,7 +18,6 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use super::hosts::{HostPool, WorkerSlot};
-use crate::config;
 
 /// Interval at which members of a running session are notified again of changed places, in case a script missed the
 /// first notification.
@@ -462,10 +461,8 @@ impl Driver {
             }
         }
         let failure = format!(
-            "workers on `{}` did not call `init()` within {timeout:.0?}; `--elastic-timeout` or `{}` \
-             changes this limit",
-            hosts.join("`, `"),
-            config::ELASTIC_TIMEOUT_SECONDS.name
+            "workers on `{}` did not call `init()` within the elastic timeout of {timeout:.0?}",
+            hosts.join("`, `")
         );
         self.log(format!("{failure}; these hosts are not used any more"));
         self.failure.get_or_insert(failure);

@@ -147,8 +147,7 @@ fn a_job_of_which_no_worker_comes_ends() {
     assert_eq!(job.wait(59), []);
     assert_eq!(job.driver.tick(job.now), Some(job.now + Duration::from_secs(1)));
     let actions = job.wait(1);
-    let failure = "workers on `a`, `b` did not call `init()` within 60s; `--elastic-timeout` or \
-                   `SMD_ELASTIC_TIMEOUT_SECONDS` changes this limit";
+    let failure = "workers on `a`, `b` did not call `init()` within the elastic timeout of 60s";
     assert_eq!(actions[0], WorkerAction::Log(format!("{failure}; these hosts are not used any more")));
     assert_eq!(actions[1..], [0, 1, 2].map(|worker| WorkerAction::Stop { worker }));
     (0..3).for_each(|id| drop(job.end(id)));

@@ -193,24 +193,9 @@ impl Machine {
         Some(ticket)
     }
 
-    /// Turns the agreed names into operations, equally on all members: operations of one class are adjacent and are
-    /// fused up to the limit.
-    fn run(&self, mut parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<NegotiationAction>) {
-        parts.sort_by_key(|(class, ..)| *class);
-        let (mut batch, mut bytes, mut device) = (Vec::new(), 0, false);
-        for (class, more, part) in parts {
-            let on_device = class >> 56 != 0;
-            if !batch.is_empty() && (bytes + more > self.limits.fusion_bytes || device != on_device) {
-                actions.push(NegotiationAction::Run(std::mem::take(&mut batch)));
-                bytes = 0;
-            }
-            batch.push(part);
-            bytes += more;
-            device = on_device;
-        }
-        if !batch.is_empty() {
-            actions.push(NegotiationAction::Run(batch));
-        }
+    /// Turns the agreed names into operations, equally on all members.
+    fn run(&self, parts: Vec<(u64, u64, Operand)>, actions: &mut Vec<NegotiationAction>) {
+        actions.extend(batches(parts, self.limits.fusion_bytes).into_iter().map(NegotiationAction::Run));
     }
 
     /// A name was evicted from the cache: ranks that announced it by position count as having announced it by its
@@ -280,5 +265,64 @@ impl Machine {
         Some(format!(
             "{title} on devices is not supported with Join: rank {rank} has called `join()` and has no CUDA device"
         ))
+    }
+}
+
+/// Divides operations, each with its class and its bytes, into batches of up to `fusion_bytes`. Those of one class are
+/// adjacent. On CPUs, a batch may have several classes, because it runs step by step. On devices, it has one: a batch is
+/// one operation there, so a call that only the peers' kernels can run must not be in a batch that NCCL runs, and
+/// all-reduces must not wait for an exchange of numbers of rows.
+fn batches<T>(mut parts: Vec<(u64, u64, T)>, fusion_bytes: u64) -> Vec<Vec<T>> {
+    parts.sort_by_key(|(class, ..)| *class);
+    let mut found: Vec<Vec<T>> = Vec::new();
+    let (mut bytes, mut previous) = (0, None);
+    for (class, more, part) in parts {
+        let on_device = class >> 56 != 0;
+        let fits = previous.is_some_and(|previous| match on_device {
+            true => previous == class,
+            false => true,
+        });
+        match found.last_mut().filter(|_| fits && bytes + more <= fusion_bytes) {
+            Some(batch) => {
+                batch.push(part);
+                bytes += more;
+            }
+            None => {
+                found.push(vec![part]);
+                bytes = more;
+            }
+        }
+        previous = Some(class);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::DType;
+
+    #[test]
+    fn batches_on_devices_have_one_class() {
+        let class = |kind, dtype, on_device| {
+            let sum = Description::poison(String::new());
+            Description { kind, dtype, on_device, ..sum }.class()
+        };
+        for (on_device, expected) in [(false, vec!["eacbd", "f"]), (true, vec!["e", "ac", "bd", "f"])] {
+            let parts = vec![
+                (class(Kind::AllReduce, DType::Float32, on_device), 8, 'a'),
+                (class(Kind::AllGatherRows, DType::Float32, on_device), 0, 'b'),
+                (class(Kind::AllReduce, DType::Float32, on_device), 8, 'c'),
+                (class(Kind::AllGatherRows, DType::Float32, on_device), 0, 'd'),
+                (class(Kind::AllReduce, DType::Int16, on_device), 4, 'e'),
+                (class(Kind::AllToAllRows, DType::Float32, on_device), 8, 'f'),
+            ];
+            let found: Vec<String> = batches(parts, 20).into_iter().map(String::from_iter).collect();
+            assert_eq!(found, expected);
+        }
+        let parts =
+            vec![(class(Kind::AllReduce, DType::Float32, true), 8, 'a'), (0, 8, 'b'), (0, 30, 'c'), (0, 30, 'd')];
+        let found: Vec<String> = batches(parts, 20).into_iter().map(String::from_iter).collect();
+        assert_eq!(found, ["b", "c", "d", "a"]);
     }
 }

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support import Forked, run_ranks
+from support import Forked, forks, run_ranks
 
 #: Seconds within which all ranks raise the error.
 SOON = 10.0
@@ -39,12 +39,12 @@ def _job(kind):
     return smp, model
 
 
-def _error(smp, call):
+def _error(smp, soon, call):
     """Returns the text of the error that ``call`` raises; asserts that it is prompt and equal on all ranks."""
     begin = time.monotonic()
     with pytest.raises(smp.exceptions.SMPCheckpointError) as caught:
         call()
-    assert time.monotonic() - begin < SOON
+    assert time.monotonic() - begin < soon
     texts = smp.allgather(str(caught.value), smp.WORLD)
     assert len(set(texts)) == 1, texts
     return texts[0]
@@ -69,7 +69,7 @@ def _called_by(package):
     return lambda *_, **__: f"modelparallel.torch.{package}" in sys._getframe(2).f_globals["__name__"]
 
 
-def _check_saves(folder, kind):
+def _check_saves(folder, kind, soon):
     import torch
 
     from smdistributed.modelparallel.torch.checkpoint import sharded_tensors
@@ -87,7 +87,7 @@ def _check_saves(folder, kind):
         with pytest.MonkeyPatch.context() as patch:
             if is_failing:
                 patch.setattr(owner, name, _failing(getattr(owner, name), wanted, after))
-            text = _error(smp, lambda: manager.save(2))
+            text = _error(smp, soon, lambda: manager.save(2))
         assert "rank 1: RuntimeError: out of memory" in text, text
         assert manager.latest() == "step-1"
     manager.save(2)
@@ -97,10 +97,11 @@ def _check_saves(folder, kind):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", sorted(SETTINGS))
 def test_a_save_of_sharded_tensors_that_fails_on_one_rank_raises_on_all(kind, tmp_path):
-    run_ranks(_check_saves, 2, os.fspath(tmp_path), kind, launcher=Forked("torch"), timeout=90)
+    soon = SOON * forks.patience
+    run_ranks(_check_saves, 2, os.fspath(tmp_path), kind, soon, launcher=Forked("torch"), timeout=90)
 
 
-def _check_states(to_first):
+def _check_states(to_first, soon):
     import torch
 
     smp, model = _job("parameters")
@@ -115,7 +116,7 @@ def _check_states(to_first):
         with pytest.MonkeyPatch.context() as patch:
             if smp.rank() == failing:
                 patch.setattr(owner, name, _failing(getattr(owner, name), wanted, after))
-            text = _error(smp, lambda: model.state_dict(gather_to_rank0=to_first))
+            text = _error(smp, soon, lambda: model.state_dict(gather_to_rank0=to_first))
         assert f"rank {failing}: RuntimeError: out of memory" in text, text
     found = model.state_dict(gather_to_rank0=to_first)
     assert found.keys() == expected.keys()
@@ -125,4 +126,4 @@ def _check_states(to_first):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("to_first", [False, True], ids=["on all ranks", "on the first"])
 def test_a_state_of_sharded_parameters_that_fails_on_one_rank_raises_on_all(to_first):
-    run_ranks(_check_states, 2, to_first, launcher=Forked("torch"), timeout=90)
+    run_ranks(_check_states, 2, to_first, SOON * forks.patience, launcher=Forked("torch"), timeout=90)
