@@ -76,6 +76,18 @@ bool make_a_row(at::TensorList tensors) {
   return std::all_of(tensors.begin(), tensors.end(), like);
 }
 
+// Smaller copies take little time, compared with the operation.
+constexpr std::size_t kLargeBytes = 1 << 20;
+
+// Counts the copy of a large tensor, and warns once. Parameters that are broadcast once are not worth a warning.
+void note_copy(const at::Tensor& tensor, Collective collective, const char* why) {
+  if (tensor.nbytes() < kLargeBytes) return;
+  note_copied_tensor();
+  if (collective == Collective::Broadcast) return;
+  TORCH_WARN_ONCE("a collective copies a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(), ": ",
+                  why, ". This takes memory and time; further copies are counted as `copied_tensor` in the metrics");
+}
+
 const char* begin(const at::Tensor& dense) { return static_cast<const char*>(dense.const_data_ptr()); }
 
 }  // namespace
@@ -200,6 +212,7 @@ at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     // Rejects expanded tensors, where several elements share one address.
     at::assert_no_internal_overlap(tensor);
+    note_copy(tensor, core.collective, "its elements are not in row-major order");
     dense = at::empty(tensor.sizes(), tensor.options());
     // Holds an alias, because the user's tensor belongs to Python.
     copies_.emplace_back(at::alias(tensor), dense);
@@ -216,6 +229,7 @@ at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
   at::Tensor dense = tensor;
   if (!is_dense(tensor)) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    note_copy(tensor, core.collective, "its elements are not in row-major order");
     dense = tensor.resolve_conj().resolve_neg().contiguous();
   } else {
     const auto overlaps = [first = begin(tensor), end = begin(tensor) + tensor.nbytes()](const auto& output) {
@@ -223,6 +237,7 @@ at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
     };
     if (std::any_of(written_.begin(), written_.end(), overlaps)) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      note_copy(tensor, core.collective, "it shares memory with an output of the collective");
       dense = tensor.clone();
     }
   }

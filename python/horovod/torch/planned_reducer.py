@@ -35,6 +35,8 @@ _READY_BY_NAME, _NO_REDUCER, _CREATING = range(3)
 UNKNOWN = -1
 PLANNED, BY_NAME, CREATE_REDUCERS, DROP_REDUCERS = range(4)
 _DEVICE_TYPES = ("cpu", "cuda")
+#: After so many rounds in a row by name, the reason is reported. The first rounds of a plan are by name, too.
+_ROUNDS_BY_NAME = 20
 # Types that a compression leaves unchanged. It casts other half types, which planned reductions cannot do.
 _KEPT = {Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
@@ -91,6 +93,8 @@ class PlannedReducer:
         #: Held while gradients join the round, leave it or are submitted, also by the thread of `declined_rounds`.
         self.lock = threading.Lock()
         self._submit_declined, self._is_watched = submit_declined, False
+        self._rounds_by_name = 0
+        self._has_factor = factor != 1.0
         self._reset()
 
     def _reset(self) -> None:
@@ -119,6 +123,9 @@ class PlannedReducer:
         """
         self.begun = True
         if not self._votes:
+            if self._op in (Average, Sum):
+                what = "`gradient_predivide_factor`" if self._has_factor else "a compression of the script's own"
+                _note_one_by_one("gradients", f"buckets do not support {what}")
             return
         # A parameter that was added later gets its name in `synchronize`.
         parameters = [each for each in parameters if each in self._names]
@@ -187,10 +194,16 @@ class PlannedReducer:
         self._pending_reducer, self._planned, self._device = None, planned, device
         if len(planned) < len(candidates):
             others = ", ".join(sorted({str(each.device) for each in candidates if each.device != device}))
-            _core.note_fallback("gradients_one_by_one")
-            warn_once(
-                f"gradients of {len(candidates) - len(planned)} parameters on {others} are reduced one by one instead "
-                f"of in buckets, because a plan is for one device: most of the optimizer's gradients are on {device}"
+            _note_one_by_one(
+                f"gradients of {len(candidates) - len(planned)} parameters on {others}",
+                f"a plan is for one device: most of the optimizer's gradients are on {device}",
+            )
+        narrow = [each for each in self._unplanned if self._is_cast(each)]
+        if narrow:
+            dtypes = ", ".join(sorted({str(each.dtype) for each in narrow}))
+            _note_one_by_one(
+                f"gradients of {len(narrow)} parameters of type {dtypes}",
+                "the compression casts them to another half type",
             )
         self._index = {parameter: index for index, parameter in enumerate(planned)}
         # Optimizers that run at the same time need different names for their votes, as for their parameters.
@@ -205,8 +218,13 @@ class PlannedReducer:
             and parameter.device.type in _DEVICE_TYPES
             and parameter.dtype.is_floating_point
             and parameter not in self.sparse
-            and (parameter.dtype.itemsize > 2 or parameter.dtype is _KEPT.get(self._compression, parameter.dtype))
+            and not self._is_cast(parameter)
         )
+
+    def _is_cast(self, parameter: torch.Tensor) -> bool:
+        """Return whether the compression casts a half type to another one."""
+        dtype = parameter.dtype
+        return dtype.is_floating_point and dtype.itemsize <= 2 and dtype is not _KEPT.get(self._compression, dtype)
 
     def _adopt_reducer(self) -> None:
         """Use the reducer that the core has created. Called between backward passes only, because it adds hooks."""
@@ -218,8 +236,7 @@ class PlannedReducer:
             # If other ranks are gone, the next operation reports it.
             self._can_plan = may_pass(error)
             if not self._can_plan:
-                _core.note_fallback("gradients_one_by_one")
-                warn_once(f"gradients are reduced one by one instead of in buckets: {at_execution(error)}")
+                _note_one_by_one("gradients", f"the buckets could not be created: {at_execution(error)}")
         self._pending_reducer = None
         if self._reducer is not None and not self._is_watched:
             self._is_watched = True
@@ -299,6 +316,7 @@ class PlannedReducer:
         """
         try:
             self.vote_result = BY_NAME if self._ballot is None else self._ballot.result()
+            self._note_round()
             if self.vote_result == PLANNED:
                 late = self._reducer.missing()
                 for index in late:
@@ -327,6 +345,20 @@ class PlannedReducer:
                 self._reducer.cancel()
             self._adopt_reducer()
             self._reset()
+
+    def _note_round(self) -> None:
+        """Report that all rounds are by name: the plan never stays the same, or the ranks' plans differ."""
+        is_expected = self._ballot is None or self._pending_reducer is not None or not self._can_plan
+        if self.vote_result == PLANNED or is_expected:
+            self._rounds_by_name = 0
+            return
+        self._rounds_by_name += 1
+        if self._rounds_by_name >= _ROUNDS_BY_NAME:
+            _note_one_by_one(
+                "gradients",
+                f"in {_ROUNDS_BY_NAME} steps in a row, the trainable parameters were not those of the step before, or "
+                "differed between ranks, or a timeline or autotuning needed the gradients by name",
+            )
 
     def _cancel(self) -> None:
         if self._is_open:
@@ -383,6 +415,12 @@ class PlannedReducer:
         self._pending_reducer = torch.classes.smd.PendingReducer(
             self._ballot.token(), self._planned, names, ranks, sizes, settings, self._order
         )
+
+
+def _note_one_by_one(what: str, why: str) -> None:
+    """Count gradients that are reduced by name, and warn once of each reason."""
+    _core.note_fallback("gradients_one_by_one")
+    warn_once(f"{what} are reduced one by one instead of in buckets, because {why}")
 
 
 def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

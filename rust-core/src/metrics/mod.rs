@@ -30,7 +30,7 @@ pub(crate) use snapshot::slowest;
 /// The name of the segment, as `/proc/<pid>/fd` shows it.
 const SEGMENT: &str = "opensmd-counters";
 /// Distinguishes a segment of this layout from others.
-const MAGIC: u64 = u64::from_le_bytes(*b"smdmet01");
+const MAGIC: u64 = u64::from_le_bytes(*b"smdmet02");
 /// Peers with a time of their own; waits for higher ranks are added to the last one.
 pub const MAX_PEERS: usize = 4096;
 /// Names of operations, in the order of their counters.
@@ -52,13 +52,16 @@ pub const OPERATIONS: [&str; 13] = [
 const SEND: usize = 11;
 const RECV: usize = 12;
 /// Slower paths, in the order of [`Fallback`].
-pub const FALLBACKS: [&str; 6] = [
+pub const FALLBACKS: [&str; 9] = [
     "synchronous_call",
     "gradients_one_by_one",
     "tcp_without_mpi",
     "nccl_without_peers",
     "no_direct_reads",
     "through_host_memory",
+    "copied_tensor",
+    "recorded_before_run",
+    "unlike_microbatches",
 ];
 
 /// A slower path that an operation or a step took.
@@ -76,6 +79,12 @@ pub enum Fallback {
     NoDirectReads = 4,
     /// An operation on CUDA tensors ran on copies in host memory.
     ThroughHostMemory = 5,
+    /// An operation copied a large tensor, because its layout is not row-major or its memory is also an output.
+    CopiedTensor = 6,
+    /// A step was recorded completely before its first microbatch ran.
+    RecordedBeforeRun = 7,
+    /// Microbatches of a step went through the pipeline one after the other, because their calls differ.
+    UnlikeMicrobatches = 8,
 }
 
 /// The counters of one process. All fields are atomics, so any contents of the memory are a value.

@@ -95,12 +95,16 @@ impl Session {
             (TransportChoice::Mpi, Err(error)) => Err(error),
             (TransportChoice::Tcp { why, book, tags }, _) => {
                 metrics::note_fallback(Fallback::TcpWithoutMpi);
-                if self.rank() == 0 {
-                    tracing::info!(
-                        "TCP moves CPU tensors between the {} hosts, since {why}; MPI also supports faster networks, such as \
-                         InfiniBand",
-                        self.hosts.len()
-                    );
+                let text = format!(
+                    "TCP moves CPU tensors between the {} hosts, since {why}; MPI also supports faster networks, such as \
+                     InfiniBand",
+                    self.hosts.len()
+                );
+                // Without an MPI launcher, TCP is what the user expects.
+                match self.rank() {
+                    0 if env::started_by_mpi(variables) => tracing::warn!("{text}"),
+                    0 => tracing::info!("{text}"),
+                    _ => {}
                 }
                 let options = tcp::TcpOptions {
                     rank: self.rank(),

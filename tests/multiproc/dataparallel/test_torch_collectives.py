@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Forked, more, run_ranks
+from support import Forked, more, run_ranks, start_ranks
 
 SIZES = [0, 1, 7, 1000, 65_537]
 
@@ -276,6 +276,30 @@ def layouts():
 def test_layouts():
     """The assertions are in `layouts`, which runs on each rank."""
     run_ranks(layouts, 3, launcher=Forked("torch"))
+
+
+def copies():
+    torch, dist, _, size = _start()
+    # Small copies, and those of parameters, are not worth a warning.
+    dist.all_reduce(torch.ones(10, 10).t())
+    weights = torch.ones(64, 512, 8, 8).contiguous(memory_format=torch.channels_last)
+    dist.broadcast(weights, 0)
+    for _ in range(3):
+        dist.all_reduce(weights[1:])
+    assert weights.is_contiguous(memory_format=torch.channels_last)
+    assert (weights[1:] == size**3).all()
+
+
+def test_copies_of_large_tensors_warn_once():
+    """Tensors that are not in row-major order are copied; the results are checked in `copies`."""
+    with start_ranks(copies, 2, launcher=Forked("torch")) as job:
+        outcome = job.wait()
+    assert outcome.exit_code == 0, outcome.describe()
+    warned = [line for line in outcome.output.splitlines() if "a collective copies a tensor" in line]
+    assert len(warned) == 2, outcome.output
+    for line in warned:
+        assert "of shape [63, 512, 8, 8]" in line
+        assert "not in row-major order" in line
 
 
 def handles():

@@ -411,12 +411,59 @@ def _fail_to_make_a_reducer():
             pair.step()
             time.sleep(0.01)
     assert not pair.is_planned()
+    return _warnings_of(caught)
+
+
+def _warnings_of(caught):
     return [str(one.message) for one in caught if "one by one instead of in buckets" in str(one.message)]
+
+
+def _reduce_by_name():
+    """Returns the warnings of optimizers whose gradients are never in buckets, and of one whose are."""
+    torch, hvd, _, _ = start()
+
+    class Own(hvd.Compression.none):
+        pass
+
+    texts = []
+    for case in ("buckets", "factor", "compression", "types", "changes"):
+        options = {"factor": {"gradient_predivide_factor": 2.0}, "compression": {"compression": Own}}.get(case, {})
+        net = make_net(torch)
+        if case == "types":
+            net[2].bfloat16()
+            options = {"compression": hvd.Compression.fp16}
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(), **options
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(30):
+                # One half of the layers trains in each step, as in an adversarial network.
+                net[0].requires_grad_(case != "changes" or step % 2 == 0)
+                inner = net[1](net[0](torch.ones(2, 6)))
+                net[3](net[2](inner.to(net[2].weight.dtype)).float()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.005)
+        texts.append(_warnings_of(caught))
+    return texts
+
+
+@pytest.mark.timeout(90)
+def test_gradients_that_are_never_in_buckets_warn_once():
+    for plain, *others in run_ranks(_reduce_by_name, 2, launcher=Forked("torch"), env=ENV):
+        assert plain == []
+        assert [len(each) for each in others] == [1, 1, 1, 1], others
+        reasons = ("`gradient_predivide_factor`", "of the script's own", "torch.bfloat16", "20 steps in a row")
+        for (text,), reason in zip(others, reasons, strict=True):
+            assert reason in text
 
 
 @pytest.mark.timeout(90)
 def test_a_failed_reducer_warns_once():
     first, second = run_ranks(_fail_to_make_a_reducer, 2, launcher=Forked("torch"), env=ENV)
-    assert first == []
+    # The other rank learns only that the votes decline its plan.
+    assert len(first) == 1
+    assert "differed between ranks" in first[0]
     assert len(second) == 1
     assert "there is no memory" in second[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+import warnings
 
 import pytest
 
@@ -117,6 +119,56 @@ def test_bodies_with_collectives_equal_one_process(partitions):
 @pytest.mark.timeout(120)
 def test_a_differing_microbatch_equals_one_process():
     run_ranks(_check_training, 2, 2, "interleaved", False, launcher=FORKED)
+
+
+def _warnings_of_steps_body():
+    """Returns the warnings of steps that are not overlapped, and of one that is."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 4, "auto_partition": False, "default_partition": 0})
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Dropout())
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    microbatches = itertools.count()
+
+    @smp.step
+    def plain(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+
+    @smp.step
+    def with_seeds(model, x):
+        torch.manual_seed(1)
+        loss = model(x).square().mean()
+        model.backward(loss)
+
+    @smp.step
+    def unlike(model, x):
+        loss = model(x).square().mean() * (1.0 + next(microbatches) % 4)
+        model.backward(loss)
+
+    texts = []
+    for step in (plain, with_seeds, unlike):
+        microbatches = itertools.count()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                step(model, torch.ones(8, 4))
+        texts.append([str(one.message) for one in caught])
+    return texts
+
+
+@pytest.mark.timeout(60)
+def test_steps_that_are_not_overlapped_warn_once():
+    for plain, with_seeds, unlike in run_ranks(_warnings_of_steps_body, 2, launcher=FORKED):
+        assert plain == []
+        (text,) = with_seeds
+        assert "recorded completely before its first microbatch runs" in text
+        assert "its body seeds or restores generators" in text
+        (text,) = unlike
+        assert "go through the pipeline one after the other" in text
 
 
 def _check_failure():

@@ -91,9 +91,9 @@ class Pipeline:
         self._capture = StageCapture(self.module_state, recomputes) if has_graphs else None
         if cuda_graphs and self._capture is None:
             warn_once(f"`cuda_graphs` has no effect on the device {device.type}")
-        #: Step functions that were called with a backward; those without graphs, of which the user was told.
+        #: Step functions that were called with a backward; those that are not overlapped, of which the user was told.
         self._called: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._without_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._not_overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.transfers = Transfers(groups.pp_group, groups.members["pp"], self.rank, device)
         self.timeline = StageTimeline(device)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -127,7 +127,7 @@ class Pipeline:
         self._orders: dict[Any, list[tuple[list[int], int]]] = {}
         #: The same for each recording, by its digest before it was reordered.
         self._order_of: dict[int, tuple[list[int], int]] = {}
-        #: Calls of a step function in a row that no microbatch of a step with `cuda_graphs` has matched.
+        #: Calls of a step function in a row in which no microbatch has matched the expectation.
         self._misses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: Values of parameters whose `requires_grad` the body has changed, by id and `requires_grad`.
         self._relocated: dict[tuple[int, bool], Value] = {}
@@ -375,34 +375,48 @@ class Pipeline:
         if overlapped is not None and overlapped.was_interrupted:
             # The next call would also be interrupted, after each microbatch.
             self._never_overlapped.add(step)
-        if self._offloader is not None:
-            return
         first = microbatches[0]
-        reason = (
-            "its body reads values, or writes to tensors that tasks have taken"
-            if step in self._never_overlapped
-            else obstacle(microbatches)
-        )
+        if self._offloader is not None:
+            reason: str | None = "`offload_activations` is set"
+        elif step in self._never_overlapped:
+            reason = "its body reads values, or writes to tensors that tasks have taken"
+        else:
+            reason = obstacle(microbatches)
         has_backward = bool(first.recording.backward_roots)
         # In its first call, a step may run calls whose results are not known yet one after the other.
-        is_told = step not in self._called or step in self._without_graphs
+        is_first = step not in self._called
         if has_backward:
             self._called.add(step)
-        if reason is not None and self._capture is not None and has_backward and not is_told:
-            self._warn_of_no_graphs(step, reason)
-        if overlapped is not None and self._capture is not None:
+        if reason is not None and has_backward and not is_first:
+            self._note_not_overlapped(step, reason, microbatches)
+        if overlapped is not None:
             self._misses[step] = 0 if overlapped.num_matched else self._misses.get(step, 0) + 1
-            if self._misses[step] == _MISSES and step not in self._without_graphs:
-                self._warn_of_no_graphs(step, "its microbatches make other calls than in the step before")
+            if self._misses[step] >= _MISSES:
+                changed = "its microbatches make other calls than in the step before"
+                self._note_not_overlapped(step, changed, microbatches)
         if reason is None:
             key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
             program = self._plans.get(key)
             if program is not None:
                 self._expectations[step] = Expectation(key[0], key[1], len(microbatches), first.stage_graph, program)
 
-    def _warn_of_no_graphs(self, step: Any, reason: str) -> None:
-        self._without_graphs.add(step)
-        warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+    def _note_not_overlapped(self, step: Any, reason: str, microbatches: Sequence[Microbatch]) -> None:
+        """Count a step that was recorded before its first microbatch ran; the first time, warn with the reason."""
+        are_unlike = any(mb.stage_graph is not microbatches[0].stage_graph for mb in microbatches)
+        if len(microbatches) > 1:
+            _core.note_fallback("unlike_microbatches" if are_unlike else "recorded_before_run")
+        if step in self._not_overlapped:
+            return
+        self._not_overlapped.add(step)
+        if self._capture is not None:
+            warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
+        elif are_unlike:
+            text = "microbatches of this step make different calls, so they go through the pipeline one after the other"
+            warnings.warn(text, stacklevel=script_level())
+        elif len(microbatches) > 1 and step not in self._never_overlapped and not microbatches[0].runs_in_turn:
+            # Other warnings name the reason of the excluded steps.
+            text = f"this step is recorded completely before its first microbatch runs, and devices wait: {reason}"
+            warnings.warn(text, stacklevel=script_level())
 
     def executor(self, scale: float, early: bool = False, capture: StageCapture | None = None) -> Executor:
         """Return an executor of this rank's part."""

@@ -1,5 +1,7 @@
 //! The exchange by which members find out whether all of them can access each other's memory (PEER-6).
 
+use std::sync::Once;
+
 use super::{HEADER_BYTES, chunks, half_bytes};
 use crate::device::{Context, DeviceBuffer, HostMapped, IpcHandle, PeerMemory};
 use crate::error::{Error, Result};
@@ -61,6 +63,11 @@ pub(super) fn share(
     let own = ready().and_then(|()| offer(context, peer_bytes, size));
     write(store, "offer", &own.as_ref().map(|(_, _, offer)| offer).map_err(Error::text))?;
     let offers: Vec<Result<Offer, String>> = (0..size).map(|rank| read(store, "offer", rank)).collect::<Result<_>>()?;
+    let is_on_several_hosts = {
+        let mut hosts = offers.iter().flatten().map(|offer| &offer.host);
+        let first = hosts.next();
+        hosts.any(|host| Some(host) != first)
+    };
     let shared = own.map_err(|error| error.text()).and_then(|(arena, control, _)| {
         let offers: Vec<&Offer> =
             offers.iter().map(|offer| offer.as_ref().map_err(String::clone)).collect::<Result<_, _>>()?;
@@ -71,12 +78,26 @@ pub(super) fn share(
     write(store, "mapped", &shared.as_ref().map(drop).map_err(String::clone))?;
     for rank in 0..size {
         if let Err(why) = read::<Result<(), String>>(store, "mapped", rank)? {
-            metrics::note_fallback(Fallback::NcclWithoutPeers);
-            tracing::info!("small messages between devices go through NCCL too: member {rank}: {why}");
+            report(me, &format!("member {rank}: {why}"), !is_on_several_hosts && peer_bytes > 0);
             return Ok(None);
         }
     }
     shared.map(Some).map_err(Error::Internal)
+}
+
+/// Logs why messages of all sizes go through NCCL. Between hosts, and where a setting says so, they always do; elsewhere
+/// it is a fallback, of which member 0 warns.
+fn report(me: usize, why: &str, is_fallback: bool) {
+    static WARNED: Once = Once::new();
+    let text = format!("messages between GPUs go through NCCL, which takes longer for small ones: {why}");
+    if is_fallback {
+        metrics::note_fallback(Fallback::NcclWithoutPeers);
+    }
+    if is_fallback && me == 0 {
+        WARNED.call_once(|| tracing::warn!("{text}"));
+    } else {
+        tracing::info!("{text}");
+    }
 }
 
 fn offer(context: &'static Context, peer_bytes: usize, size: usize) -> Result<(DeviceBuffer, HostMapped, Offer)> {
