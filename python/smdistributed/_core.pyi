@@ -131,6 +131,12 @@ def plan_gradients(
 def note_fallback(reason: str) -> None:
     """Counts a slower path, by its name in the metrics."""
 
+def running_fallbacks(pid: int | None = None) -> list[tuple[int, int, list[tuple[str, int]]]]:
+    """
+    Returns the slower paths of the ranks of this user that run on this host, in their order: the session, the rank, and
+    for each reason how often. With `pid`, only those of the ranks that this process has started or is.
+    """
+
 def timeline_now() -> int:
     """Nanoseconds on the timeline's clock, or 0 if no timeline is written."""
 

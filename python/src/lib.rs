@@ -62,6 +62,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pipeline::timeline_now, module)?)?;
     module.add_function(wrap_pyfunction!(pipeline::timeline_stage, module)?)?;
     module.add_function(wrap_pyfunction!(metrics::note_fallback, module)?)?;
+    module.add_function(wrap_pyfunction!(metrics::running_fallbacks, module)?)?;
     module.add_function(wrap_pyfunction!(shims::shim_sources, module)?)?;
     Ok(())
 }

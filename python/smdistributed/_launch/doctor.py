@@ -53,8 +53,17 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="smdrun doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--build", action="store_true", help="import the frameworks and build their shims now")
+    parser.add_argument(
+        "--job",
+        metavar="PID",
+        type=int,
+        nargs="?",
+        const=0,
+        help="instead of the machine, check the running job that this process started or is a rank of; without a "
+        "number, all jobs of this user on this host",
+    )
     options = parser.parse_args(arguments)
-    findings = list(_findings(options.build))
+    findings = list(_findings(options.build) if options.job is None else _job_findings(options.job or None))
     try:
         _print(findings)
     except BrokenPipeError:
@@ -95,6 +104,39 @@ def _findings(build: bool) -> Iterator[Finding]:
     yield _cores()
     yield from _memory()
     yield _files()
+
+
+#: What to do about the slower paths that the metrics count.
+REMEDIES = {
+    "synchronous_call": "a warning names the call and the reason; with `SMD_STRICT_PIPELINE=1` it is an error",
+    "gradients_one_by_one": "a warning of `hvd.DistributedOptimizer` names the reason",
+    "tcp_without_mpi": "for networks that are faster than TCP, start the job with `mpirun`",
+    "nccl_without_peers": "a warning names the GPUs; let the processes of a host see all of its GPUs",
+    "no_direct_reads": "permit `process_vm_readv`: `kernel.yama.ptrace_scope`, the seccomp profile of a container",
+    "through_host_memory": "a warning names the operation; floating-point tensors are scaled on the GPU",
+    "copied_tensor": "a warning shows the tensor; pass contiguous tensors, and separate inputs and outputs",
+    "recorded_before_run": "a warning names what the body of the step does",
+    "unlike_microbatches": "let all microbatches of a step make the same calls",
+}
+
+
+def _job_findings(pid: int | None) -> Iterator[Finding]:
+    """Report the slower paths that ranks of running jobs took."""
+    from smdistributed import _core
+
+    jobs: dict[int, dict[int, list[tuple[str, int]]]] = {}
+    for session, rank, fallbacks in _core.running_fallbacks(pid):
+        jobs.setdefault(session, {})[rank] = fallbacks
+    if not jobs:
+        whose = "no job of this user" if pid is None else f"no rank of this user that process {pid} started or is"
+        yield Finding("jobs", "!!", f"{whose} runs on this host")
+    for session, ranks in jobs.items():
+        yield Finding(f"job {session:x}", "ok", f"{len(ranks)} rank(s) on this host")
+        for reason in dict.fromkeys(reason for fallbacks in ranks.values() for reason, _ in fallbacks):
+            counts = {rank: dict(fallbacks)[reason] for rank, fallbacks in ranks.items() if dict(fallbacks)[reason]}
+            if counts:
+                who = ", ".join(map(str, counts))
+                yield Finding(reason, "--", f"{sum(counts.values())} times, on rank(s) {who}", REMEDIES[reason])
 
 
 def _version(*names: str) -> str | None:

@@ -46,6 +46,8 @@ use rustix::process::Signal;
 use crate::config;
 use crate::error::{Error, Result};
 
+pub use top::running_ranks;
+
 use distribution::Distribution;
 use environment::HostJob;
 use output::{LineStyle, Sink};

@@ -68,6 +68,11 @@ pub(super) fn run(args: &TopArgs) -> Result<String> {
     }
 }
 
+/// The counters of the ranks of this user that run on this host: all, or those that `pid` has started or is.
+pub fn running_ranks(pid: Option<u64>) -> Vec<Snapshot> {
+    read(&find(pid)).into_values().collect()
+}
+
 fn find(pid: Option<u64>) -> Vec<RankCounters> {
     let mut all = ranks::all();
     if let Some(pid) = pid {

@@ -109,7 +109,7 @@ impl Snapshot {
     }
 
     /// The slower paths: name, times.
-    pub(super) fn fallback_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn fallback_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         FALLBACKS.iter().zip(&self.fallbacks).map(|(name, times)| (*name, *times))
     }
 }

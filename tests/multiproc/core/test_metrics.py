@@ -1,4 +1,4 @@
-"""Metrics of ranks: for Prometheus in a file and over HTTP, in `smdrun --summary` and in `smdrun top`."""
+"""Metrics of ranks: for Prometheus in a file and over HTTP, in `smdrun --summary`, `smdrun top` and `smdrun doctor`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from smdistributed import _core
+from smdistributed._launch.doctor import REMEDIES
 from support.launchers import clean_environment, free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
+GUIDE = Path(__file__).parents[3] / "docs/guides/metrics.md"
 SMDRUN = [sys.executable, "-m", "smdistributed"]
 STEPS, DELAY = 6, 0.3
 
@@ -176,6 +179,41 @@ def test_top_shows_for_which_rank_a_rank_waits(tmp_path):
 
     try:
         wait_for(is_shown, job)
+        (tmp_path / "go").touch()
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.timeout(60)
+def test_doctor_shows_the_slower_paths_of_a_running_job(tmp_path):
+    script = tmp_path / "copies.py"
+    script.write_text(
+        "import os, pathlib, time, torch, torch.distributed as dist\n"
+        "import smdistributed.dataparallel.torch.torch_smddp\n"
+        'dist.init_process_group("smddp")\n'
+        "for _ in range(3): dist.all_reduce(torch.ones(1024, 512).t())\n"
+        'pathlib.Path(os.environ["HOLD"], str(dist.get_rank())).touch()\n'
+        'while not pathlib.Path(os.environ["HOLD"], "go").exists(): time.sleep(0.01)\n'
+    )
+    job = subprocess.Popen([*SMDRUN, "-n", "2", str(script)], env=clean_environment() | {"HOLD": str(tmp_path)})
+    doctor = [*SMDRUN, "doctor", "--job"]
+    try:
+        wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), job)
+        fallbacks = {reason for _, _, counts in _core.running_fallbacks(job.pid) for reason, _ in counts}
+        assert fallbacks == set(REMEDIES)
+        assert all(f"`{reason}`" in GUIDE.read_text() for reason in fallbacks)
+        shown = subprocess.run([*doctor, str(job.pid)], env=clean_environment(), capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert re.search(r"^ok  job [0-9a-f]+ +2 rank\(s\) on this host$", shown.stdout, re.MULTILINE), shown.stdout
+        found = re.search(r"^--  copied_tensor +6 times, on rank\(s\) 0, 1\n +-> (.*)$", shown.stdout, re.MULTILINE)
+        assert found, shown.stdout
+        assert "pass contiguous tensors" in found[1]
+        assert "synchronous_call" not in shown.stdout
+        other = subprocess.run([*doctor, "999999999"], env=clean_environment(), capture_output=True, text=True)
+        assert other.returncode == 1
+        assert "no rank of this user that process 999999999 started or is runs on this host" in other.stdout
         (tmp_path / "go").touch()
         assert job.wait(30) == 0
     finally:
