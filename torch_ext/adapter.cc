@@ -58,6 +58,8 @@ DeviceKind device_kind_of(const at::Tensor& tensor) {
   }
 }
 
+const char* begin(const at::Tensor& dense) { return static_cast<const char*>(dense.const_data_ptr()); }
+
 // Whether the memory holds `tensor`'s elements in order. A conjugate or negative view is lazy: its memory holds other
 // values.
 bool is_dense(const at::Tensor& tensor) {
@@ -76,19 +78,26 @@ bool make_a_row(at::TensorList tensors) {
   return std::all_of(tensors.begin(), tensors.end(), like);
 }
 
+// Whether each tensor begins where the one before it ends.
+bool are_adjacent(at::TensorList tensors) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_dense(tensors[i])) return false;
+    if (i > 0 && begin(tensors[i]) != begin(tensors[i - 1]) + tensors[i - 1].nbytes()) return false;
+  }
+  return true;
+}
+
 // Smaller copies take little time, compared with the operation.
 constexpr std::size_t kLargeBytes = 1 << 20;
 
 // Counts the copy of a large tensor, and warns once. Parameters that are broadcast once are not worth a warning.
 void note_copy(const at::Tensor& tensor, Collective collective, const char* why) {
   if (tensor.nbytes() < kLargeBytes) return;
-  note_copied_tensor();
+  note_fallback("copied_tensor");
   if (collective == Collective::Broadcast) return;
   TORCH_WARN_ONCE("a collective copies a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(), ": ",
                   why, ". This takes memory and time; further copies are counted as `copied_tensor` in the metrics");
 }
-
-const char* begin(const at::Tensor& dense) { return static_cast<const char*>(dense.const_data_ptr()); }
 
 }  // namespace
 
@@ -126,7 +135,7 @@ void TensorOperation::read_own_block(const at::Tensor& tensor) {
 
 void TensorOperation::write_blocks(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (!make_a_row(tensors)) {
+  if (!make_a_row(tensors) || are_adjacent(tensors)) {
     for (const auto& tensor : tensors) write(tensor);
     return;
   }
@@ -146,7 +155,7 @@ void TensorOperation::write_blocks(at::TensorList tensors) {
 
 void TensorOperation::read_blocks(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (!make_a_row(tensors)) {
+  if (!make_a_row(tensors) || are_adjacent(tensors)) {
     for (const auto& tensor : tensors) read(tensor);
     return;
   }

@@ -98,6 +98,8 @@ class Reducer : public torch::CustomClassHolder {
   c10::intrusive_ptr<Ballot> open_by_vote(int64_t process_set, const std::string& name, const std::string& what);
   // Sets for each parameter after how many more accumulations its gradient is complete; with 0, `ready` reports it.
   void expect(const std::vector<int64_t>& accumulations);
+  // The parameters whose gradients autograd has accumulated again since they were complete.
+  std::vector<int64_t> accumulated_late() const;
   // Reports that the gradients of these parameters are complete.
   void ready(const std::vector<int64_t>& indices);
   // The parameters of the round that are not ready yet.
@@ -217,11 +219,13 @@ class Reducer : public torch::CustomClassHolder {
   // Whether the entered backward accumulates gradients, unlike `torch.autograd.grad`.
   bool accumulates_ = false;
   bool has_hooks_ = true;
-  // In a round: for each parameter, the accumulations that are still to come, and the gradients in host memory that are
-  // ready, which the script may release.
+  // In a round, for each parameter: the accumulations that are still to come; `kComplete` after the last one, and less
+  // after others.
+  static constexpr int64_t kComplete = -1;
   std::vector<int64_t> expected_;
   // The error that has ended the round; `close` throws it.
   std::exception_ptr failure_;
+  // The gradients in host memory that are ready in a round, and which the script may release.
   std::vector<at::Tensor> held_;
   bool places_ = false;
   StepTimes times_;

@@ -4,7 +4,7 @@ pub use ffi::*;
 
 use crate::calls::{
     NamedHandle, accumulate, check_device, check_interrupt, clear, compare_gradients, copy, fail_next, group_rank,
-    group_ranks, group_size, join_named, monitored_barrier, note_copied_tensor, note_exposed, process_set_group,
+    group_ranks, group_size, join_named, monitored_barrier, note_exposed, note_fallback, process_set_group,
     process_set_ranks, process_set_root, raise_on_return, rank, ranks_and_sizes, run, run_batch, run_coalesced,
     session_id, size, submit, submit_batch, submit_group_named, submit_named,
 };
@@ -411,8 +411,8 @@ mod ffi {
         /// Adds to the time in which threads of the script waited (`smd_core::metrics`).
         fn note_exposed(nanoseconds: u64);
 
-        /// Counts an operation that copied a large tensor because of its layout (`smd_core::metrics`).
-        fn note_copied_tensor();
+        /// Counts a slower path by its name (`smd_core::metrics`).
+        fn note_fallback(reason: &str);
     }
 
     // Steps of a pipeline; see `smd_core::session::step_scope`.

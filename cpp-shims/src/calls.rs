@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use smd_core::buffer::{DType, Device, ReduceOp, TensorView};
 use smd_core::collectives::{Communicator, Done, MakeOutputs, Overlap, Request};
 use smd_core::device::{add, memory};
-use smd_core::metrics::{self, Fallback};
+use smd_core::metrics;
 use smd_core::negotiation::{self, Factors, Gradients, Name, NamedRequest};
 use smd_core::session;
 use smd_core::world::monitor;
@@ -76,8 +76,11 @@ pub fn note_exposed(nanoseconds: u64) {
     guard_or((), || metrics::note_exposed(Duration::from_nanos(nanoseconds)));
 }
 
-pub fn note_copied_tensor() {
-    guard_or((), || metrics::note_fallback(Fallback::CopiedTensor));
+pub fn note_fallback(reason: &str) {
+    guard_or((), || {
+        let is_known = metrics::note_fallback_named(reason);
+        debug_assert!(is_known, "there is no counter of the fallback `{reason}`");
+    });
 }
 
 /// # Safety

@@ -47,6 +47,14 @@ void Reducer::expect(const std::vector<int64_t>& accumulations) {
   expected_ = accumulations;
 }
 
+std::vector<int64_t> Reducer::accumulated_late() const {
+  std::vector<int64_t> found;
+  for (std::size_t index = 0; index < expected_.size(); ++index) {
+    if (expected_[index] < kComplete) found.push_back(static_cast<int64_t>(index));
+  }
+  return found;
+}
+
 void Reducer::place_in_backward() {
   if (device_buckets_ || std::exchange(places_, true)) return;
   // If the backward fails, autograd destroys the callback without calling it.
@@ -65,7 +73,10 @@ void Reducer::place_in_backward() {
 void Reducer::on_accumulated(std::size_t index, const torch::autograd::variable_list& incoming) {
   place_in_backward();
   // Without a gradient, autograd accumulates nothing and calls no hook of the script.
-  if (!incoming[0].defined() || expected_[index] == 0 || --expected_[index] > 0) return;
+  if (!incoming[0].defined()) return;
+  if (expected_[index] < 0) --expected_[index];
+  if (expected_[index] <= 0 || --expected_[index] > 0) return;
+  expected_[index] = kComplete;
   // A gradient that a hook has set to none takes no part.
   if (watched_[index].parameter.tensor.grad().defined()) place_gradients({index}, incoming[0]);
 }

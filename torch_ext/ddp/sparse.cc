@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "adapter.h"
 #include "completion.h"
 #include "operations.h"
 #include "status.h"
@@ -101,6 +102,11 @@ std::vector<at::Tensor> average_sparse(const std::vector<at::Tensor>& gradients,
     if (kind == None) {
       averages.emplace_back();
     } else if (kind == Dense) {
+      note_fallback("gradients_one_by_one");
+      TORCH_WARN_ONCE("the gradient of an embedding with `sparse=True`, of shape ", shape.sizes(),
+                      ", is dense on at least one rank, so it is reduced as a whole after the backward: use "
+                      "`sparse=False` if the weight is also used without a lookup; further ones are counted as "
+                      "`gradients_one_by_one` in the metrics");
       averages.push_back(average_dense(gradient, shape, group));
     } else {
       averages.push_back(average_of_entries(gradient, shape, counts, sparse_dimensions, group));

@@ -5,18 +5,21 @@
 #include <torch/custom_class.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace smd::torch_ext {
 
-// The gradients of the weights of linear layers and convolutions. Nothing needs them before the optimizer does, and
-// each is a product of the layer's input and the gradient of its output. A hook at the layer's autograd node notes
-// both. The product is computed here, at once or later, directly into `.grad`.
+// The gradients of the weights of layers: linear ones, also for batches of matrices and groups of rows, convolutions
+// and embeddings. Nothing needs them before the optimizer does, and each is a function of the layer's input and the
+// gradient of its output. A hook at the layer's autograd node notes both. The product is computed here, at once or
+// later, directly into `.grad`, or into the part of it that the layer uses (weight_view.h).
 //
 // - WGT-1: the caller of backward passes the result of `begin` as its inputs. The weights are not among them, so
 //   autograd does not compute their gradients.
-// - WGT-2: a layer is included only if such a backward reaches its node for another leaf. Its weight is included only
-//   if no other path leads to it. Otherwise its gradient would be counted twice, or not at all.
+// - WGT-2: that is so if such a backward reaches the layer's node for another leaf, and if no other path leads to the
+//   weight. Otherwise its gradient would be counted twice, or not at all. If the weight's gradient is all that the node
+//   computes, as in an embedding, the weight is an input, and the hook passes no gradient on.
 // - WGT-3: a weight with hooks on its gradient, or on the path to it, is left to autograd, because a hook must see each
 //   gradient.
 // - WGT-4: where autocast has cast the weight, the product of the narrow tensors is added to a wide `.grad` without
@@ -32,6 +35,9 @@ class WeightGradients : public torch::CustomClassHolder {
 
   // The number of layers. If it is 0, backward is unchanged.
   int64_t size() const { return size_; }
+  // If most elements of matrices have their gradients computed within the backward, the autograd node that computes the
+  // largest of them, and its shape; otherwise empty.
+  const std::string& unsplit_node() const { return unsplit_node_; }
   // Prepares a backward; returns the leaves to pass as its inputs. Products are computed during the backward, or by
   // `run` if `later`.
   std::vector<at::Tensor> begin(bool later);
@@ -48,6 +54,7 @@ class WeightGradients : public torch::CustomClassHolder {
   // The leaves in `leaves_` that had no gradient when the backward began.
   std::vector<at::Tensor> fresh_;
   int64_t size_ = 0;
+  std::string unsplit_node_;
 };
 
 }  // namespace smd::torch_ext

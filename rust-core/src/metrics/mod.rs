@@ -52,7 +52,7 @@ pub const OPERATIONS: [&str; 13] = [
 const SEND: usize = 11;
 const RECV: usize = 12;
 /// Slower paths, in the order of [`Fallback`].
-pub const FALLBACKS: [&str; 9] = [
+pub const FALLBACKS: [&str; 17] = [
     "synchronous_call",
     "gradients_one_by_one",
     "tcp_without_mpi",
@@ -62,6 +62,14 @@ pub const FALLBACKS: [&str; 9] = [
     "copied_tensor",
     "recorded_before_run",
     "unlike_microbatches",
+    "backward_not_split",
+    "without_cuda_graph",
+    "undivided_module",
+    "without_prefetch",
+    "reduced_after_backward",
+    "dense_attention_bias",
+    "without_xla",
+    "unaligned_tensor",
 ];
 
 /// A slower path that an operation or a step took.
@@ -85,6 +93,22 @@ pub enum Fallback {
     RecordedBeforeRun = 7,
     /// Microbatches of a step went through the pipeline one after the other, because their calls differ.
     UnlikeMicrobatches = 8,
+    /// A zero-bubble schedule ran a backward as a whole, because gradients of weights are computed with those of inputs.
+    BackwardNotSplit = 9,
+    /// A stage or a step ran without the CUDA graphs that were requested.
+    WithoutCudaGraph = 10,
+    /// The partition does not cut a module, because its cost could not be traced.
+    UndividedModule = 11,
+    /// Sharded parameters were gathered when they were needed, not ahead.
+    WithoutPrefetch = 12,
+    /// Gradients were reduced after the whole backward, although parts of them were complete before.
+    ReducedAfterBackward = 13,
+    /// Attention took a dense bias, because a fused kernel does not know the mask.
+    DenseAttentionBias = 14,
+    /// Keras compiled a step without XLA.
+    WithoutXla = 15,
+    /// GPUs loaded a large tensor number by number, because it begins inside of a vector.
+    UnalignedTensor = 16,
 }
 
 /// The counters of one process. All fields are atomics, so any contents of the memory are a value.

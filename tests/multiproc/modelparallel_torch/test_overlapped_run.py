@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 
@@ -119,6 +120,119 @@ def test_bodies_with_collectives_equal_one_process(partitions):
 @pytest.mark.timeout(120)
 def test_a_differing_microbatch_equals_one_process():
     run_ranks(_check_training, 2, 2, "interleaved", False, launcher=FORKED)
+
+
+def _check_evaluation():
+    """Evaluates between the steps of a training, with and without gradient mode, and by the function that trains."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
+
+    smp.init({"partitions": 2, "microbatches": 3, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2)).double()
+    alone = copy.deepcopy(module).eval()
+    smp.set_partition(module[2], 1)
+    x = torch.randn(9, 4, dtype=torch.float64)
+    expected = alone(x).detach()
+    model = smp.DistributedModel(module)
+    counts = []
+    original = OverlappedRun.finish
+
+    def finish(self, on_stage_done):
+        microbatches = original(self, on_stage_done)
+        counts.append(len(microbatches))
+        return microbatches
+
+    OverlappedRun.finish = finish
+    trains = False
+
+    @smp.step
+    def step(model, x):
+        output = model(x)
+        if trains:
+            model.backward(output.square().mean())
+        return output
+
+    @smp.step
+    @torch.no_grad()
+    def evaluate(model, x):
+        return model(x)
+
+    model.eval()
+    for function in (step, evaluate):
+        counts.clear()
+        for _ in range(3):
+            torch.testing.assert_close(torch.cat(list(function(model, x))), expected)
+        # The first call of a function is recorded as a whole.
+        assert counts == [3, 3], counts
+    # The expectation has no backward, so the first microbatch differs.
+    trains = True
+    counts.clear()
+    for _ in range(3):
+        torch.testing.assert_close(torch.cat(list(step(model, x))), expected)
+    assert counts == [0, 3, 3], counts
+    gradients = [parameter.grad for parameter in model.local_parameters()]
+    (alone(x).square().mean() * 3).backward()
+    for gradient, parameter in zip(gradients, alone[0 if smp.pp_rank() == 0 else 2].parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.timeout(60)
+def test_steps_without_a_backward_overlap():
+    run_ranks(_check_evaluation, 2, launcher=FORKED)
+
+
+def _unsplit_body():
+    """Returns the warnings of a zero-bubble pipeline, and how often a rank could not split a backward."""
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed import _core
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient @ weight.t(), x.t() @ gradient
+
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    smp.init({"partitions": 2, "microbatches": 4, "pipeline": "zero_bubble", "auto_partition": False,
+              "default_partition": 0})  # fmt: skip
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), Own(4, 4))
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).square().mean())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(model, torch.ones(8, 4))
+    ((_, _, counts),) = _core.running_fallbacks(os.getpid())
+    return [str(one.message) for one in caught], dict(counts)
+
+
+@pytest.mark.timeout(60)
+def test_backwards_that_zero_bubble_cannot_split_are_told():
+    (_, first), ((text,), second) = run_ranks(_unsplit_body, 2, launcher=FORKED)
+    assert "ProductBackward, weight of shape [4, 4]" in text
+    assert first.get("backward_not_split", 0) == 0
+    assert second["backward_not_split"] == 8
 
 
 def _warnings_of_steps_body():

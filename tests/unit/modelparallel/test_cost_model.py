@@ -51,6 +51,14 @@ def test_checkpointing_saves_activations_but_not_deferred_weight_gradients(how):
     assert (again.input, again.weight) == (plain.input + plain.forward, plain.weight)
 
 
+def test_the_gradient_of_an_embedding_belongs_to_the_second_part_of_a_backward():
+    specs, numbers = OutputSpecs(), torch.zeros(32, 64, dtype=torch.int64)
+    table = nn.Embedding(100, 16)
+    cost = specs.of(specs.module(table, table), (numbers,), {}, TensorMeta.of).cost
+    assert (cost.input, cost.weight) == (0, cost.forward)
+    assert cost.waiting_bytes == 32 * 64 * (8 + 16 * 4)
+
+
 class _Grouped(nn.Module):
     """Four heads of queries share two heads of keys and values."""
 

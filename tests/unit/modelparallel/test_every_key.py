@@ -29,7 +29,7 @@ EFFECTIVE = {
     "auto_partition": (_TORCH + "test_features.py", "auto_partition"),
     "bf16": (_TORCH + "test_precision.py", "bf16"),
     "cuda_graphs": ("gpu/test_cuda_graphs.py", "cuda_graphs"),
-    "ddp": (_TORCH + "test_replicas.py", '"ddp"'),
+    "ddp": (_TORCH + "replicas/test_replicas.py", '"ddp"'),
     "ddp_dist_backend": (_TORCH + "test_features.py", "ddp_dist_backend"),
     "ddp_port": (_TORCH + "test_features.py", "ddp_port"),
     "default_partition": (_TORCH + "test_features.py", "default_partition"),
@@ -71,9 +71,9 @@ EFFECTIVE_ARGUMENTS = {
     "module": (_TORCH + "test_features.py", "DistributedModel"),
     "trace_execution_times": ("unit/modelparallel/test_every_key.py", "trace_execution_times"),
     "overlapping_allreduce": (_TORCH + "test_features.py", "overlapping_allreduce"),
-    "backward_passes_per_step": (_TORCH + "test_replicas.py", "backward_passes_per_step"),
+    "backward_passes_per_step": (_TORCH + "replicas/test_replicas.py", "backward_passes_per_step"),
     "average_grads_across_microbatches": ("unit/modelparallel/test_every_key.py", "average_grads_across_microbatches"),
-    "bucket_cap_mb": (_TORCH + "test_replicas.py", "bucket_cap_mb"),
+    "bucket_cap_mb": (_TORCH + "replicas/test_replicas.py", "bucket_cap_mb"),
     "broadcast_buffers": (_TORCH + "test_optimizer_sharding.py", "broadcast_buffers"),
 }
 ARGUMENTS_WITHOUT_EFFECT = {
@@ -171,6 +171,29 @@ def test_arguments_of_the_model_without_what_they_need(job):
     assert sorted(text.split("`")[1] for text in texts) == sorted(given)
     assert sum("without `ddp: true`" in text for text in texts) == 2
     assert sum("without `auto_partition` over several partitions" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize("key", ["shard_optimizer_state", "sharded_data_parallel_degree"])
+def test_arguments_of_reductions_of_whole_gradients_with_shards(key):
+    values = {"ddp": True, "shard_optimizer_state": True, "sharded_data_parallel_degree": 1, key: 2}
+    cfg = config.Config({**json.loads(_core.parameter_defaults()), **values})
+    given = {"overlapping_allreduce": False, "bucket_cap_mb": 4, "backward_passes_per_step": 2}
+    texts = _warned(lambda: compat.warn_of_arguments(cfg, **given))
+    assert [text.split("`")[1] for text in texts] == ["overlapping_allreduce", "bucket_cap_mb"]
+    assert all(f"changes nothing with `{key}: " in text and "reduced to shards" in text for text in texts)
+    assert not _warned(lambda: compat.warn_of_arguments(cfg, overlapping_allreduce=True, bucket_cap_mb=25))
+
+
+def test_the_limit_of_gathered_parameters_with_several_partitions():
+    from smdistributed.modelparallel.torch.sharding.pipeline_shards import PipelineShards
+
+    def make(**values):
+        cfg = config.Config({**json.loads(_core.parameter_defaults()), **values})
+        PipelineShards(None, None, cfg)
+
+    (text,) = _warned(lambda: make(sdp_max_live_parameters=10))
+    assert text.startswith("`sdp_max_live_parameters` limits nothing with several partitions: ")
+    assert not _warned(make)
 
 
 def test_keys_of_a_default_group_that_the_script_has_made(tmp_path):

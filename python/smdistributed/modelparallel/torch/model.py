@@ -57,8 +57,8 @@ class DistributedModel(nn.Module):
         trace_device: ``"cpu"`` is ignored with a warning: the trace takes no memory of any device.
         trace_execution_times: Whether the execution times of modules are measured for the partition, instead of
         estimated.
-        overlapping_allreduce: With ``ddp`` and several partitions, whether gradients are reduced as they become
-            complete. With one partition, they are reduced at the end of the step.
+        overlapping_allreduce: With ``ddp``, whether gradients are reduced as they become complete, during the last
+            backward of a step, and not at the end of the step.
         backward_passes_per_step: With ``ddp``, the number of steps with a backward after which gradients are reduced.
         average_grads_across_microbatches: Whether gradients are averaged or summed over microbatches.
         bucket_cap_mb: With ``ddp``, the size of the buckets in which gradients are reduced, in MiB.
@@ -219,18 +219,18 @@ class DistributedModel(nn.Module):
         manual = manual_assignment(self.module)
         assignment = {"": cfg.default_partition, **manual}
         if cfg.auto_partition or (cfg.load_partition and cfg.partition_file):
-            from smdistributed.modelparallel.torch.partitioning.assignment import auto_partition, device_memory
+            from smdistributed.modelparallel.torch.partitioning import assignment as assignments
 
             state.tracing = True
             try:
-                found = auto_partition(
+                found = assignments.auto_partition(
                     self.module,
                     args,
                     kwargs,
                     cfg,
                     manual,
                     measure_times=self._trace_execution_times,
-                    memory_bytes=device_memory(),
+                    memory_bytes=assignments.device_memory(),
                 )
             except ValueError as error:
                 raise SMPPartitionError(str(error)) from error
@@ -240,7 +240,7 @@ class DistributedModel(nn.Module):
                 # Measured times differ between ranks, so those of the first rank are used.
                 found = communication.allgather(found, CommGroup.WORLD)[0]
             # Assignments of the script take precedence, also for submodules.
-            assignment = {path: index for path, index in found.items() if _nearest(path, manual) is None} | manual
+            assignment = assignments.with_manual(self.module, found, manual, cfg)
         self._materialize(Placement(self.module, assignment))
 
     def _materialize(self, placement: Placement) -> None:
@@ -427,7 +427,7 @@ class DistributedModel(nn.Module):
                 torch.full_like(tensor, scale) if gradient is None else gradient * scale
                 for tensor, gradient in zip(tensors, gradients, strict=True)
             ]
-        torch.autograd.backward(tensors, gradients)
+        (torch.autograd.backward if run is None else run.backward_alone)(tensors, gradients)
 
     def _call_post_step_hooks(self) -> None:
         """Call the hooks of :meth:`register_post_step_hook`, each once."""
@@ -689,12 +689,3 @@ class DistributedModel(nn.Module):
         for name, parameter in self.local_named_parameters():
             if id(parameter) in found:
                 yield name, parameter
-
-
-def _nearest(path: str, manual: dict[str, int]) -> int | None:
-    """Return the partition that the script chose for the module with this path, or for its nearest ancestor."""
-    while path:
-        if path in manual:
-            return manual[path]
-        path = path.rpartition(".")[0]
-    return manual.get("")

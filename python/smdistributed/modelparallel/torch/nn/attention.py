@@ -11,7 +11,15 @@ from smdistributed.modelparallel.torch.nn.module import DistributedModule, check
 from smdistributed.modelparallel.torch.nn.norm import make_norm
 from smdistributed.modelparallel.torch.nn.options import BlockOptions
 from smdistributed.modelparallel.torch.nn.products import column_products
-from smdistributed.modelparallel.torch.nn.scores import alibi_slopes, attend
+from smdistributed.modelparallel.torch.nn.scores import (
+    alibi_slopes,
+    attend,
+    layers_drop_masks,
+    masks_nothing,
+    may_read,
+    needs_bias,
+    note_unread,
+)
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -33,9 +41,15 @@ class DistributedAttentionLayer(DistributedModule):
         options: Further properties of published architectures.
         layer_idx: The number of the layer, from 0.
 
+    Attributes:
+        shares_masks: Whether all layers of a pipeline's stage get the same tensor as their mask. Only then does reading
+        it on a GPU make the host wait once, and not once in each layer.
+
     Raises:
         SMPValidationError: Heads are not divisible.
     """
+
+    shares_masks = False
 
     def __init__(
         self,
@@ -174,6 +188,8 @@ class DistributedAttentionLayer(DistributedModule):
         slopes = query.new_tensor(self._slopes) if self.options.use_alibi else None
         if bias is not None:
             mask = bias if mask is None else mask.to(bias.dtype) + bias
+        elif mask is not None and self._drops(mask, query, key):
+            mask = None
         context = attend(
             query,
             key,
@@ -196,6 +212,17 @@ class DistributedAttentionLayer(DistributedModule):
         if self.options.limits_fp16:
             output = limited(output)
         return self.layernorm(output) if self.has_post_layernorm else output
+
+    def _drops(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Return whether the mask is dropped, because it masks nothing and there is no other bias of the scores."""
+        causal = self.causal_mask_size is not None
+        if self.options.use_alibi or needs_bias(query.shape[-2], key.shape[-2], causal=causal, window=self.window):
+            return False
+        if not may_read(mask, self.shares_masks):
+            if layers_drop_masks():
+                note_unread(mask)
+            return False
+        return masks_nothing(mask, query)
 
     def _split(self, features: torch.Tensor) -> torch.Tensor:
         """Reshape ``[N, S, heads * size]`` to ``[N, heads, S, size]``."""

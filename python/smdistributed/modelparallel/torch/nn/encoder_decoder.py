@@ -123,12 +123,14 @@ class DistributedEncoderDecoder(DistributedModule):
         self.encoder = DistributedTransformer(
             num_layers, *sizes, *rest, None, False, pre_layernorm=True, post_layernorm=False, options=options
         )
+        self.encoder.share_masks()
         self.encoder_output = EncoderOutput(hidden_size, norm, layernorm_epsilon, dropout_prob)
         if self.has_decoder:
             self.decoder = DistributedTransformer(
                 num_decoder_layers, *sizes, *rest, _UNLIMITED, True, pre_layernorm=True, post_layernorm=False,
                 options=options,
             )  # fmt: skip
+            self.decoder.share_masks(cross=True)
             self.lm_head = LanguageModelHead(
                 hidden_size,
                 vocab_size,

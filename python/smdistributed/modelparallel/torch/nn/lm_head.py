@@ -319,6 +319,7 @@ class DistributedTransformerLMHead(DistributedModule):
             post_layernorm,
             options=options,
         )
+        self.transformer.share_masks()
         self.lm_head = LanguageModelHead(
             hidden_size,
             vocab_size,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -77,9 +78,17 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    narrow = torch.get_autocast_dtype(device)
+    return tuple(None if tensor is None else _narrow(tensor, torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Autocast leaves float64 as it is.
-    return tuple(tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(narrow) for tensor in tensors)
+    if tensor.dtype == torch.float64:
+        return tensor
+    if type(tensor) is not nn.Parameter or torch.compiler.is_compiling():
+        return tensor.to(dtype)
+    # From autocast's cache, so that all microbatches share the cast.
+    return torch.ops.smd.autocast_cast(tensor)
 
 
 def _group() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.exceptions import SMPValidationError
-from smdistributed.modelparallel.torch.nn import layout
+from smdistributed.modelparallel.torch.nn import layout, scores
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
 from smdistributed.modelparallel.torch.nn.experts import DistributedExpertsLayer
 from smdistributed.modelparallel.torch.nn.feed_forward import DistributedTransformerOutputLayer
@@ -228,6 +229,8 @@ class DistributedTransformer(DistributedModule):
                 for index in range(num_layers)
             )
         )
+        self._windows = {options.window(index) for index in range(num_layers)}
+        self._is_causal, self._has_alibi = causal_mask_size is not None, options.use_alibi
         self.has_relative_bias, self.has_experts = options.relative_bias is not None, options.num_experts is not None
         if options.relative_bias is not None:
             self.relative_bias = RelativePositionBias(
@@ -262,6 +265,8 @@ class DistributedTransformer(DistributedModule):
         Returns:
             States in the same layout; and for each layer the logits of its router, if ``parts`` has a tuple for them.
         """
+        if not scores.layers_drop_masks():
+            parts = self._without_empty_masks(parts)
         hidden = self.input_layernorm(parts.hidden) if self.has_outer_norms else parts.hidden
         inputs: States = (hidden, parts.mask)
         if self.has_cross_attention:
@@ -276,6 +281,32 @@ class DistributedTransformer(DistributedModule):
         outputs = self.seq_layers(inputs)
         logits = None if parts.router_logits is None else outputs[-1]
         return self.output_layernorm(outputs[0]) if self.has_outer_norms else outputs[0], logits
+
+    def share_masks(self, *, cross: bool = False) -> None:
+        """Declare that the masks of :meth:`compute` are outputs of a module, so that a stage's layers get one tensor.
+
+        A pipeline may copy arguments of a step for each layer.
+
+        Args:
+            cross: Whether masks of cross attention are such outputs, too.
+        """
+        for layer in self.seq_layers:
+            assert isinstance(layer, DistributedTransformerLayer)
+            layer.attention.shares_masks = True
+            if cross:
+                layer.cross_attention.shares_masks = True
+
+    def _without_empty_masks(self, parts: Parts) -> Parts:
+        """Drop masks that mask nothing, if some layers have no other bias of the scores."""
+        mask, cross_mask = parts.mask, parts.cross_mask
+        if not self.has_relative_bias and not self._has_alibi:
+            length = layout.shape_of(parts.hidden, mask)[1]
+            is_causal = self._is_causal
+            if not all(scores.needs_bias(length, length, causal=is_causal, window=each) for each in self._windows):
+                mask = scores.without_empty(mask, parts.hidden)
+        if parts.cross is not None:
+            cross_mask = scores.without_empty(cross_mask, parts.cross)
+        return dataclasses.replace(parts, mask=mask, cross_mask=cross_mask)
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,8 @@ class Counter(TorchDispatchMode):
             wanted = {self._key(tensor) for tensor in operands if tensor.requires_grad}
             self._input += time * (min(2, len(wanted - self._parameters)) + self._recomputes)
             if wanted & self._parameters:
-                # The second part of a backward consists of products only.
-                if func._overloadpacket in _FLOPS:
+                # The second part of a backward consists of products and of the gradients of embeddings.
+                if func._overloadpacket in _FLOPS or func._overloadpacket is _aten.embedding:
                     self._weight += time
                     self._multiplied |= taken - self._parameters
                     self._gradient_bytes += self._bytes(made)

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smdistributed.modelparallel.torch.runtime import offloading
 from smdistributed.modelparallel.torch.runtime.failures import explaining_changed_tensors
+from smdistributed.modelparallel.torch.runtime.fallbacks import note_unsplit_backward
 from smdistributed.modelparallel.torch.runtime.offloading import StageBoundary
 from smdistributed.modelparallel.torch.runtime.program_run import Program, ProgramRun
 from smdistributed.modelparallel.torch.runtime.stage_capture import CapturedStage, StageCapture
@@ -276,8 +277,12 @@ class Executor:
             stage_state = mb.stage_states[number]
             if stage_state.captured is not None:
                 self._backward_captured(mb, number, stage_state)
+                unsplit = stage_state.captured.unsplit_node
             else:
                 self._run_backward(mb, number, stage_state, later=True)
+                unsplit = stage_state.weights.unsplit_node()
+            if unsplit:
+                note_unsplit_backward(unsplit)
             stage_state.leaves, stage_state.exports = {}, {}
         self._timeline.end(begin, "input", number, mb.recording.microbatch)
 

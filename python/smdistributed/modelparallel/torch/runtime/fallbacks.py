@@ -1,6 +1,7 @@
-"""Synchronous calls: calls that cannot be pipelined. One rank runs the call while all others wait for it.
+"""Slower paths of a pipeline, each of which is counted, with a warning the first time.
 
-Each is counted, with a warning the first time. With ``SMD_STRICT_PIPELINE``, it is an error.
+Synchronous calls cannot be pipelined: one rank runs the call while all others wait for it. With
+``SMD_STRICT_PIPELINE``, they are an error.
 """
 
 from __future__ import annotations
@@ -64,6 +65,28 @@ class Fallbacks:
         self.counts[what, reason] += 1
         if first:
             warnings.warn(text, stacklevel=script_level())
+
+
+_unsplit: set[str] = set()
+
+
+def note_unsplit_backward(node: str) -> None:
+    """Count a backward that a zero-bubble schedule could not split; the first time, warn with the reason.
+
+    Args:
+        node: The autograd node that computes the gradient of a weight, and the weight's shape.
+    """
+    _core.note_fallback("backward_not_split")
+    if node in _unsplit:
+        return
+    _unsplit.add(node)
+    text = (
+        "`zero_bubble` computes gradients of weights later than those of inputs, but most of a stage's weights have "
+        f"theirs computed by autograd at once ({node}), so other ranks wait for both. Layers that are compiled, "
+        "checkpointed with `use_reentrant=True`, or autograd functions of their own cannot be split, nor weights with "
+        "hooks"
+    )
+    warnings.warn(text, stacklevel=script_level())
 
 
 def _is_strict() -> bool:

@@ -2,25 +2,34 @@
 
 - GRA-1: a gradient is reduced when the last microbatch has left all stages that contribute to it. Buckets and their
   order follow from the parameters alone, so replicas whose bodies differ only overlap less.
+- GRA-2: with one partition, a gradient is complete when the last backward of the last microbatch has accumulated it.
+  Which backward is the last one is known from the step before, which must have changed no gradient afterwards. If a
+  body then computes more gradients than in the step before, the step fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.dataparallel.torch.parallel.comm_hooks import AVERAGE, CommHook
+from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
+from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 
 Named = Iterable[tuple[str, torch.Tensor]]
+#: Reducers, each with its parameters and their names.
+Reducers = Sequence[tuple["GradientReducer", Sequence[tuple[str, torch.Tensor]]]]
 
 
 class GradientReducer:
@@ -31,10 +40,14 @@ class GradientReducer:
         bucket_cap_mb: The size of a bucket.
         overlapping: Whether buckets start before the last backward has ended.
         passes: Number of steps with a backward after which gradients are reduced.
+        has_stages: Whether the end of stages determines when a gradient is complete, and not autograd (GRA-2).
     """
 
-    def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int, has_stages: bool
+    ) -> None:
         self._group, self._bucket_bytes, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
+        self._has_stages = has_stages
         self._passes, self._steps = passes, 0
         #: Whether the next step reduces gradients; ``None``: as ``passes`` says.
         self.reduces_next: bool | None = None
@@ -134,6 +147,28 @@ class GradientReducer:
             self._update_reducer(parameters)
             self._reduce_all()
 
+    def begin_backward(self, parameters: Named, accumulations: Mapping[int, int]) -> None:
+        """Begin to reduce the gradients that a backward accumulates, unless this step only accumulates (GRA-2).
+
+        ``accumulations`` has, by the parameter's id, how often the backward accumulates its gradient.
+        """
+        self._ready, self._reduces = set(), self._is_reducing_step()
+        self._accumulated = not self._reduces
+        if self._reduces:
+            self._update_reducer(parameters)
+            self._reducer.open()
+            self._reducer.expect([accumulations.get(id(each), 0) for each in self._parameters])
+
+    def end_backward(self) -> bool:
+        """End that backward; return whether it accumulated no gradient more often."""
+        if not self._reduces:
+            return True
+        is_complete = not self._reducer.accumulated_late()
+        self._reducer.expect([0] * len(self._parameters))
+        missing = set(self._reducer.missing())
+        self._ready = {place for place in range(len(self._parameters)) if place not in missing}
+        return is_complete
+
     def _is_reducing_step(self) -> bool:
         """Count a step; return whether it reduces gradients."""
         self._steps += 1
@@ -163,8 +198,8 @@ class GradientReducer:
         self._reducer = torch.classes.smd.Reducer(
             parameters, names, [], [], [], [], list(self._group.ranks or ()), sizes, settings
         )
-        # Stages, and not a backward's end, determine when a gradient is complete.
-        self._reducer.remove_hooks()
+        if self._has_stages or not self._overlapping:
+            self._reducer.remove_hooks()
 
     def _mark_ready(self, places: Iterable[int]) -> None:
         complete = [place for place in places if self._parameters[place].grad is not None]
@@ -213,8 +248,91 @@ def warn_of_sums() -> None:
     warnings.warn(
         "the body of a `smp.step` function made gradients without `model.backward`, as by `loss.backward()`: they "
         "are averaged over replicas, and summed over microbatches, where `model.backward(loss)` averages over both",
-        stacklevel=5,
+        stacklevel=script_level(),
     )
+
+
+class BackwardOverlap:
+    """Chooses the backward during which gradients are reduced, and waits for their reduction."""
+
+    def __init__(self) -> None:
+        #: Number of backwards in the last microbatch of the step before; 0 if gradients were changed after them.
+        self._expected = 0
+        #: For each parameter's id, how often the last of these backwards accumulated its gradient.
+        self._accumulations: Counter[int] = Counter()
+        self._calls = 0
+        self._begun: list[GradientReducer] = []
+        #: The parameters, and their gradients when the latest backward of the last microbatch had ended.
+        self._after: tuple[list[torch.Tensor], GradientSnapshot] | None = None
+
+    def begin_step(self) -> None:
+        """Begin a step, also after one that has failed."""
+        self._calls, self._begun, self._after = 0, [], None
+
+    def backward(self, run: Callable[[], None], reducers: Reducers) -> None:
+        """Run a backward of the last microbatch; if it is the last one, reduce its gradients as they become complete.
+
+        Raises:
+            SMPUsageError: Gradients are in reduction already.
+        """
+        if self._begun:
+            self._refuse()
+        self._calls += 1
+        parameters = [parameter for _, named in reducers for _, parameter in named]
+        if self._calls == self._expected:
+            for reducer, named in reducers:
+                reducer.begin_backward(named, self._accumulations)
+                self._begun.append(reducer)
+            run()
+            if not all(reducer.end_backward() for reducer in self._begun):
+                self._refuse()
+        else:
+            with _counting_accumulations(parameters) as self._accumulations:
+                run()
+        self._after = parameters, GradientSnapshot(parameters)
+
+    def end_step(self) -> bool:
+        """Wait for the reductions that have begun; return whether there are any.
+
+        Raises:
+            SMPUsageError: The body has changed gradients after they were reduced.
+        """
+        has_changed = self._after is None or self._after[1].has_changed(self._after[0])
+        if self._begun and has_changed:
+            self._refuse()
+        self._expected = 0 if has_changed else self._calls
+        for reducer in self._begun:
+            reducer.finish()
+        return bool(self._begun)
+
+    def cancel(self) -> None:
+        """End a failed step: the reductions fail on the other replicas, too."""
+        for reducer in self._begun:
+            reducer.cancel()
+        self._expected, self._begun = 0, []
+
+    def _refuse(self) -> NoReturn:
+        raise SMPUsageError(
+            "the body of a `smp.step` function computes or changes gradients after the backward with which it ended in "
+            "the step before, and during which gradients are reduced: if steps differ in this, pass "
+            "`overlapping_allreduce=False` to `smp.DistributedModel`"
+        )
+
+
+@contextlib.contextmanager
+def _counting_accumulations(parameters: Sequence[torch.Tensor]) -> Iterator[Counter[int]]:
+    """Return a context that counts, by the id of the parameter, how often autograd accumulates gradients."""
+    counts: Counter[int] = Counter()
+
+    def count(parameter: torch.Tensor) -> None:
+        counts[id(parameter)] += 1
+
+    hooks = [each.register_post_accumulate_grad_hook(count) for each in parameters if each.requires_grad]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -76,8 +76,6 @@ def obstacle(microbatches: Sequence[Microbatch]) -> str | None:
     first = microbatches[0]
     if len(microbatches) == 1:
         return "there is one microbatch"
-    if not first.recording.backward_roots:
-        return "there is no backward"
     if first.runs_in_turn:
         return "microbatches run one after the other"
     if not all(_takes_no_state(mb.recording) for mb in microbatches):

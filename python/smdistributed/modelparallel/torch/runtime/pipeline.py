@@ -385,9 +385,8 @@ class Pipeline:
         has_backward = bool(first.recording.backward_roots)
         # In its first call, a step may run calls whose results are not known yet one after the other.
         is_first = step not in self._called
-        if has_backward:
-            self._called.add(step)
-        if reason is not None and has_backward and not is_first:
+        self._called.add(step)
+        if reason is not None and not is_first:
             self._note_not_overlapped(step, reason, microbatches)
         if overlapped is not None:
             self._misses[step] = 0 if overlapped.num_matched else self._misses.get(step, 0) + 1
@@ -395,7 +394,7 @@ class Pipeline:
                 changed = "its microbatches make other calls than in the step before"
                 self._note_not_overlapped(step, changed, microbatches)
         if reason is None:
-            key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), True)
+            key = (first.recording.digest, tuple(first.stage_graph.returned), len(microbatches), has_backward)
             program = self._plans.get(key)
             if program is not None:
                 self._expectations[step] = Expectation(key[0], key[1], len(microbatches), first.stage_graph, program)
@@ -405,10 +404,13 @@ class Pipeline:
         are_unlike = any(mb.stage_graph is not microbatches[0].stage_graph for mb in microbatches)
         if len(microbatches) > 1:
             _core.note_fallback("unlike_microbatches" if are_unlike else "recorded_before_run")
+        is_uncaptured = self._capture is not None and bool(microbatches[0].recording.backward_roots)
+        if is_uncaptured:
+            _core.note_fallback("without_cuda_graph")
         if step in self._not_overlapped:
             return
         self._not_overlapped.add(step)
-        if self._capture is not None:
+        if is_uncaptured:
             warnings.warn(f"`cuda_graphs` has no effect on this step: {reason}", stacklevel=script_level())
         elif are_unlike:
             text = "microbatches of this step make different calls, so they go through the pipeline one after the other"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
-from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
+from smdistributed.modelparallel.torch.runtime.gradients import BackwardOverlap, GradientReducer
 from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
@@ -55,16 +55,19 @@ class Replicas:
         self._group, self._overlapping = group, overlapping
         self._average, self._broadcast_buffers = average, broadcast_buffers
         self._reducer: GradientReducer | ShardReducer | None = None
+        has_stages = state.cfg.pipeline_parallel_degree > 1
         if group is not None and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1):
             self._reducer = ShardReducer(passes)
         elif group is not None:
-            self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
+            self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes, has_stages)
         self._has_rdp_group = rdp_group is not group
         #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
         self._rdp_reducer: GradientReducer | None = None
         # Reducers of sharded gradients store the group of each parameter.
         if self._has_rdp_group and rdp_group is not None and not isinstance(self._reducer, ShardReducer):
-            self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes)
+            self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes, has_stages)
+        overlaps = overlapping and not has_stages and isinstance(self._reducer, GradientReducer)
+        self._overlap = BackwardOverlap() if overlaps else None
         self.join_context: Join | None = None
 
     @property
@@ -135,8 +138,27 @@ class Replicas:
         assert isinstance(self._reducer, GradientReducer)
         self._reducer.join_shadow(model.local_named_parameters())
 
+    def begin_step_alone(self) -> None:
+        """Begin a step with one partition."""
+        if self._overlap is not None:
+            self._overlap.begin_step()
+
+    def run_last_backward(self, model: DistributedModel, run: Callable[[], None]) -> None:
+        """Run a backward of the last microbatch of a step with one partition, and reduce its gradients (GRA-2)."""
+        if self._overlap is None or self.join_context is not None:
+            run()
+        else:
+            self._overlap.backward(run, cast("list[tuple[GradientReducer, Any]]", self._reducers(model)))
+
+    def cancel_step_alone(self) -> None:
+        """End a failed step with one partition."""
+        if self._overlap is not None:
+            self._overlap.cancel()
+
     def reduce(self, model: DistributedModel) -> None:
-        """Reduce all gradients, after a step with one partition."""
+        """Reduce all gradients that are not reduced yet, after a step with one partition."""
+        if self._overlap is not None and self._overlap.end_step():
+            return
         for reducer, parameters in self._reducers(model):
             reducer.reduce(parameters)
 

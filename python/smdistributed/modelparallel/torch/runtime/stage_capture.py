@@ -34,6 +34,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from smdistributed import _core
 from smdistributed.modelparallel.torch.runtime.call_plan import CallPlan
 from smdistributed.modelparallel.torch.runtime.capture_inputs import (
     Buffer,
@@ -87,6 +88,7 @@ class CapturedStage:
 
     Attributes:
         root_gradients: Memory for the gradients of outputs, by value.
+        unsplit_node: As that of ``torch.classes.smd.WeightGradients``.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class CapturedStage:
         weights = torch.classes.smd.WeightGradients(
             list(roots.values()), [leaf for leaf in leaves.values() if leaf.requires_grad]
         )
+        self.unsplit_node: str = weights.unsplit_node()
 
         def backward() -> None:
             inputs = weights.begin(is_split) if weights.size() else None
@@ -293,6 +296,8 @@ class StageCapture:
     ) -> None:
         """Capture the stages of a program, unless they are (CAPTURE-2), and let gradients begin (CAPTURE-3).
 
+        Count a step that runs without graphs.
+
         Args:
             key: Equal for equal programs.
             version: Another number after parameters have begun or stopped to require a gradient.
@@ -301,6 +306,13 @@ class StageCapture:
             parameters: The parameters and buffers of all ranks.
         """
         self._free = {}
+        self._prepare(key, version, actions, mb, parameters)
+        if not self._free and any(stage.has_backward for stage in mb.stage_graph.stages):
+            _core.note_fallback("without_cuda_graph")
+
+    def _prepare(
+        self, key: Any, version: int, actions: Sequence[Action], mb: Microbatch, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         if version != self._version:
             self._version = version
             self._programs.clear()
@@ -495,6 +507,7 @@ class StageCapture:
         reason = free[-1].misfit(mb, number, replicated)
         if reason is None:
             return free.pop(), replicated
+        _core.note_fallback("without_cuda_graph")
         self._warn(
             f"stage {number} of a microbatch runs without its CUDA graph: {reason} than the microbatch with which it "
             "was captured"

@@ -4,6 +4,7 @@
 
 use std::ops::RangeInclusive;
 
+use super::alignment;
 use super::kernel_launch::CHUNKS_ABOVE;
 use super::{CallState, HEADER_BYTES, Peers, PeersArgument, VECTOR, bits_of, is_even, op_name, type_name};
 use crate::buffer::{DType, ReduceOp, TensorView};
@@ -252,6 +253,7 @@ impl Peers {
         let (operation, layout) = operation.ok_or_else(|| {
             Error::Internal("an operation was passed to the chunked kernels that they do not support".into())
         })?;
+        requests.iter().for_each(alignment::note);
         let mut state = self.state.lock();
         for request in requests {
             if let Request::AllGather { input, outputs } = request

@@ -14,6 +14,7 @@
 //! - PEER-8: an arena is freed only when its owner knows that no member uses it any more. Otherwise it stays until the
 //!   process ends.
 
+mod alignment;
 mod chunks;
 mod exchange;
 mod kernel_launch;
@@ -289,6 +290,7 @@ impl Peers {
     /// The views are valid on this device, as the request demands, until the device has completed the operation.
     /// `stream` belongs to this device.
     pub unsafe fn queue(&self, request: &Request, stream: &Stream) -> Result<u32> {
+        alignment::note(request);
         let mut state = self.state.lock();
         // SAFETY, for every call: the caller's promise.
         match request {
