@@ -15,7 +15,7 @@ def _uses_body():
     import torch
 
     import smdistributed.modelparallel.torch as smp
-    from support.weight_uses import USES
+    from support.smp.weight_uses import USES
 
     smp.init({})
     torch.cuda.set_device(devices.own())
@@ -59,7 +59,7 @@ def test_uses_of_a_weight_have_their_gradient_later():
     assert run_ranks(_uses_body, 1, timeout=100) == [[]]
 
 
-def _overlap_body():
+def _check_overlap():
     """Trains with one partition on all ranks, and compares with one process."""
     import copy
 
@@ -107,10 +107,10 @@ def _overlap_body():
 
 
 def test_gradients_that_are_reduced_during_the_backward_equal_one_process():
-    run_ranks(_overlap_body, NUM_RANKS, timeout=150)
+    run_ranks(_check_overlap, NUM_RANKS, timeout=150)
 
 
-def _masks_body(partitions):
+def _check_masks(partitions):
     """Trains a Llama under tensor parallelism, with masks that mask nothing and with others, beside one process."""
     import torch
 
@@ -173,4 +173,4 @@ def _masks_body(partitions):
 @pytest.mark.parametrize("partitions", [1, pytest.param(2, marks=needs_four)])
 def test_masks_without_padding_are_dropped(partitions):
     pytest.importorskip("transformers")
-    run_ranks(_masks_body, 2 * partitions, partitions, timeout=180)
+    run_ranks(_check_masks, 2 * partitions, partitions, timeout=180)

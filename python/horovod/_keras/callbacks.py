@@ -19,6 +19,7 @@ class Engine:
     """Variables of TensorFlow, and of Keras on it."""
 
     VARIABLE = "tf.Variable"
+    HAS_DEVICES = True
     rank, size = staticmethod(mpi_ops.rank), staticmethod(mpi_ops.size)
     variables_of = staticmethod(variables_of)
 

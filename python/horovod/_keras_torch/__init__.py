@@ -1,7 +1,9 @@
 """Horovod's API for Keras 3 on PyTorch: ``horovod.keras`` where ``KERAS_BACKEND=torch``.
 
 A distributed optimizer is a view of the given one (``smdistributed/_common/views.py``). Gradients are reduced in
-``apply``, which Keras calls in every kind of training, after it has computed all gradients.
+``apply``, which Keras calls in every kind of training, after it has computed all gradients. A reduction in hooks during
+backward, as of ``horovod.torch``, would be wrong where ``apply`` gets other tensors than the parameters' ``grad``: a
+``LossScaleOptimizer`` and a ``train_step`` of the script pass gradients that they have computed from these.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import keras
 import torch
 
+from horovod.common.basics import warn_once
 from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
 from horovod.common.keras_loading import objects_by_name
 from horovod.common.process_sets import ProcessSet, global_process_set
@@ -161,6 +164,12 @@ class _Methods(keras3.Reducing):
                 results[place] = results[place] / options.process_set.size()
         if all(id(variable) in options.local for variable in variables):
             return results
+        _core.note_fallback("gradients_one_by_one")
+        warn_once(
+            "gradients are reduced by name after backward, instead of in buckets while it runs, because Keras on "
+            "PyTorch passes them to its optimizer only then: a training loop with an optimizer of `horovod.torch` "
+            "overlaps them"
+        )
         self._smd_compare_replicas([variable for variable in variables if id(variable) not in options.local])
         names = [f"{place}.{_COUNT.sub('', variables[place].path)}" for place in places]
         # Checked before any operation waits for the other ranks.
@@ -273,8 +282,8 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
     Args:
         optimizer: An optimizer of Keras 3.
         name: Name of the optimizer; by default ``Distributed`` and the class's name.
-        device_dense: Not needed: gradients are reduced where they are.
-        device_sparse: Not needed: Keras has no sparse gradients on PyTorch.
+        device_dense: Ignored with a warning: gradients are reduced where they are.
+        device_sparse: Ignored with a warning: Keras has no sparse gradients on PyTorch.
         compression: How gradients travel.
         sparse_as_dense: As `device_sparse`.
         gradient_predivide_factor: For averages: gradients are divided by it before the sum, and by the rest after it.
@@ -310,6 +319,13 @@ def DistributedOptimizer(  # noqa: N802 - the documented name, of what scripts t
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_groups(groups)
+    for argument, value, reason in (
+        ("device_dense", device_dense, "gradients are reduced on their own device"),
+        ("device_sparse", device_sparse, "Keras has no sparse gradients on PyTorch"),
+        ("sparse_as_dense", sparse_as_dense, "Keras has no sparse gradients on PyTorch"),
+    ):
+        if value:
+            warn_once(f"`{argument}` has no effect on Keras optimizers on PyTorch: {reason}")
     name = name or f"Distributed{type(optimizer).__name__}"
     result = _distributed(
         optimizer,
@@ -350,10 +366,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
     Args:
         optimizer: The optimizer.
         name: Name of the optimizer; by default ``Distributed`` and the class's name.
-        device_dense: Ignored.
-        device_sparse: Ignored.
+        device_dense: Ignored with a warning.
+        device_sparse: Ignored with a warning.
         compression: Type in which gradients travel, a member of ``Compression``.
-        sparse_as_dense: Ignored.
+        sparse_as_dense: Ignored with a warning.
         gradient_predivide_factor: With ``Average``: gradients are divided by it before the sum, and by the rest after
             it.
         op: ``Average`` or ``Sum``.
@@ -374,7 +390,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - the documented name
     result = DistributedOptimizer(
         optimizer,
         name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
         compression=compression,
+        sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         op=op,
         backward_passes_per_step=backward_passes_per_step,

@@ -17,6 +17,7 @@ class Engine:
     """Variables of Keras on PyTorch."""
 
     VARIABLE = "keras.Variable"
+    HAS_DEVICES = False
     rank, size = staticmethod(mpi_ops.rank), staticmethod(mpi_ops.size)
 
     @staticmethod
@@ -100,7 +101,7 @@ class Engine:
         Args:
             variables: The variables.
             root_rank: Rank in the world whose values are sent.
-            device: Ignored.
+            device: Ignored; the callback has warned.
         """
         replicas.note_broadcast()
         sent = [variable.value.data for variable in variables]
@@ -120,7 +121,7 @@ class Engine:
         Args:
             values: This rank's numbers.
             name: Matches the ranks' calls: the same on all ranks.
-            device: Ignored.
+            device: Ignored; the callback has warned.
 
         Returns:
             The averages.

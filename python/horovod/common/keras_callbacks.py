@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from horovod.common.basics import warn_once
 from horovod.common.keras_hooks import complete
 from smdistributed._common.training import is_number, warming_up
 
@@ -22,6 +23,13 @@ _Base: Any = object
 class _Callback(_Base):
     #: The framework's functions for variables and collectives.
     engine: Any = None
+
+    def _use_device(self, device: str) -> None:
+        self.device = device
+        if device and not self.engine.HAS_DEVICES:
+            warn_once(
+                f"`device` of {type(self).__name__} has no effect: Keras on PyTorch keeps tensors on their device"
+            )
 
 
 class BroadcastGlobalVariablesCallbackImpl(_Callback):
@@ -40,7 +48,7 @@ class BroadcastGlobalVariablesCallbackImpl(_Callback):
     def __init__(self, backend: Any, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self.device = device
+        self._use_device(device)
         self.broadcast_done = False
         if local_variables is None:
             local_variables = []
@@ -102,7 +110,7 @@ class MetricAverageCallbackImpl(_Callback):
 
     def __init__(self, backend: Any, device: str = "") -> None:
         super().__init__()
-        self.device = device
+        self._use_device(device)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Average ``logs``, in place; entries that are not numbers are unchanged.

@@ -10,8 +10,12 @@ import contextlib
 import contextvars
 import functools
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from smdistributed import _core
 
 
 @functools.cache
@@ -26,6 +30,7 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
     trainer = next(cls for cls in keras.Model.__mro__ if "_resolve_auto_jit_compile" in vars(cls))
     is_finite = scaler.check_finite
     resolve = trainer._resolve_auto_jit_compile
+    noted: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(is_finite)
     def check_finite(self: Any, grads: Any) -> Any:
@@ -42,10 +47,38 @@ def install(is_distributed: Callable[[Any], bool]) -> None:
     @functools.wraps(resolve)
     def resolve_auto_jit_compile(self: Any) -> bool:
         """Return ``False`` for distributed optimizers: ``"auto"`` selects XLA on GPUs, which lacks our operations."""
-        return resolve(self) and not is_distributed(self.optimizer)
+        compiles = resolve(self)
+        if compiles and is_distributed(self.optimizer):
+            # Keras resolves it twice in a `compile`.
+            if self.optimizer not in noted:
+                noted.add(self.optimizer)
+                note_without_xla("XLA cannot compile the operations that reduce gradients")
+            return False
+        return compiles
 
     scaler.check_finite = check_finite
     trainer._resolve_auto_jit_compile = resolve_auto_jit_compile
+
+
+def note_without_xla(reason: str) -> None:
+    """Count a model that Keras would compile with XLA; the first time, warn.
+
+    Args:
+        reason: Why it is compiled without XLA.
+    """
+    _core.note_fallback("without_xla")
+    if reason in _reasons:
+        return
+    _reasons.add(reason)
+    warnings.warn(
+        f"Keras would compile the step with XLA (`jit_compile='auto'`), but does not, because {reason}. Parts of the "
+        "model can be compiled by `tf.function(.., jit_compile=True)` in a layer; `jit_compile=False` of `compile` "
+        "omits this warning",
+        stacklevel=3,
+    )
+
+
+_reasons: set[str] = set()
 
 
 # The accumulated gradients of the variables that the optimizer is about to update.

@@ -124,6 +124,7 @@ REMEDIES = {
     "reduced_after_backward": "a warning names the setting because of which gradients wait for the end of the step",
     "dense_attention_bias": "a warning names the mask; pass none where nothing is masked",
     "without_xla": "a warning names the model; compile it without XLA, or use `smdistributed.modelparallel`",
+    "far_stores": "bind the ranks of a host to cores that share a cache, if it has such: `taskset`, `numactl`",
     "unaligned_tensor": "pass tensors that begin at a multiple of 16 bytes",
 }
 

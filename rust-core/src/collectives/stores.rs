@@ -16,11 +16,13 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::Once;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
 use crate::bulk_copy;
+use crate::metrics::{self, Fallback};
 use crate::trials::Trials;
 
 /// Kinds of stores.
@@ -66,6 +68,28 @@ const TIMES: usize = 3;
 /// The other kind is chosen if it needs less than this part of the time.
 const WORTHWHILE: f32 = 0.9;
 
+/// Where ordinary stores take so many times as long as streaming ones, the writer's core and its readers' cores share no
+/// cache. Smaller differences have other causes, such as chunks that do not fit into a cache.
+const FAR: f32 = 2.0;
+/// Smaller calls take little time in any case.
+const LARGE_BYTES: usize = 1 << 20;
+
+/// Counts that the cores of a group's members were found to share no cache; the first member warns once.
+pub(super) fn note_far(slowdown: f32, is_first: bool) {
+    static WARNED: Once = Once::new();
+    metrics::note_fallback(Fallback::FarStores);
+    if is_first {
+        WARNED.call_once(|| {
+            tracing::warn!(
+                "the cores on which ranks of this host run share no cache: memory that another rank has read takes \
+                 {slowdown:.1} times as long to write as memory past the caches, so collectives are slower than on cores \
+                 that share one. Bind the ranks to such cores if the machine has them; in a virtual machine, its host \
+                 decides"
+            );
+        });
+    }
+}
+
 /// The choices of a group. One thread at a time runs its operations.
 #[derive(Debug)]
 pub(crate) struct StoreChooser {
@@ -105,11 +129,14 @@ impl StoreTrials {
         Stores::ALL[self.trials.chosen()]
     }
 
-    /// Chooses by the medians of the slowest members.
-    fn choose(&mut self, slowest: [f32; 2]) {
-        if self.trials.switch(slowest, WORTHWHILE) {
-            tracing::debug!(stores = ?self.chosen(), ?slowest, "ranks write shared memory with other stores");
+    /// Chooses by the medians of the slowest members. Returns the time of ordinary stores as a multiple of that of
+    /// streaming ones, if the latter are chosen now.
+    fn choose(&mut self, slowest: [f32; 2]) -> Option<f32> {
+        if !self.trials.switch(slowest, WORTHWHILE) {
+            return None;
         }
+        tracing::debug!(stores = ?self.chosen(), ?slowest, "ranks write shared memory with other stores");
+        (self.chosen() == Stores::Streaming).then_some(slowest[0] / slowest[1])
     }
 }
 
@@ -147,15 +174,18 @@ impl StoreChooser {
         medians.iter().rev().fold(0, |word, median| word << 32 | u64::from(median.to_bits()))
     }
 
-    /// Chooses by what all members have published with a call.
-    pub(crate) fn choose(&self, purpose: Purpose, call_bytes: usize, times: impl Iterator<Item = u64>) {
-        let Some(class) = size_class(call_bytes) else { return };
+    /// Chooses by what all members have published with a call. Returns how many times as long ordinary stores take, if
+    /// that shows that the members' cores share no cache, and did not show it before. Only large calls tell.
+    pub(crate) fn choose(&self, purpose: Purpose, call_bytes: usize, times: impl Iterator<Item = u64>) -> Option<f32> {
+        let class = size_class(call_bytes)?;
         // NaN if one of the times is.
         let slower = |one: f32, other: f32| if one.is_nan() || one > other { one } else { other };
         let slowest = times.fold([0.0; 2], |slowest: [f32; 2], word| {
             [slower(slowest[0], f32::from_bits(word as u32)), slower(slowest[1], f32::from_bits((word >> 32) as u32))]
         });
-        self.classes.lock()[purpose as usize][class].choose(slowest);
+        self.classes.lock()[purpose as usize][class]
+            .choose(slowest)
+            .filter(|times| *times >= FAR && call_bytes >= LARGE_BYTES)
     }
 
     /// The present choice for calls of this size.
@@ -281,14 +311,20 @@ mod tests {
         let word = |ordinary: f32, streaming: f32| u64::from(streaming.to_bits()) << 32 | u64::from(ordinary.to_bits());
         let chosen = || chooser.chosen(Purpose::Move, 1 << 20);
         // The writer of a broadcast is faster with streaming stores, and its readers are slower.
-        chooser.choose(Purpose::Move, 1 << 20, [word(2.0, 0.1), word(1.0, 2.5)].into_iter());
+        assert_eq!(chooser.choose(Purpose::Move, 1 << 20, [word(2.0, 0.1), word(1.0, 2.5)].into_iter()), None);
         assert_eq!(chosen(), Stores::Ordinary);
         for unknown in [[word(2.0, 1.0), word(f32::NAN, f32::NAN)], [word(f32::NAN, f32::NAN), word(2.0, 1.0)]] {
-            chooser.choose(Purpose::Move, 1 << 20, unknown.into_iter());
+            assert_eq!(chooser.choose(Purpose::Move, 1 << 20, unknown.into_iter()), None);
             assert_eq!(chosen(), Stores::Ordinary);
         }
-        chooser.choose(Purpose::Move, 1 << 20, [word(4.0, 1.0), word(1.0, 3.0)].into_iter());
+        // Cores without a common cache are told from other causes by the factor, and once.
+        let times = || [word(4.0, 1.0), word(1.0, 3.0)].into_iter();
+        assert_eq!(chooser.choose(Purpose::Move, 1 << 20, times()), None);
         assert_eq!(chosen(), Stores::Streaming);
+        let far = || [word(6.0, 1.0), word(1.0, 2.0)].into_iter();
+        assert_eq!(chooser.choose(Purpose::Move, 32 << 10, far()), None, "a small call");
+        assert_eq!(chooser.choose(Purpose::Move, 16 << 20, far()), Some(3.0));
+        assert_eq!(chooser.choose(Purpose::Move, 16 << 20, far()), None, "it is known");
         assert_eq!(chooser.chosen(Purpose::Reduce, 1 << 20), Stores::Ordinary);
     }
 

@@ -52,7 +52,7 @@ pub const OPERATIONS: [&str; 13] = [
 const SEND: usize = 11;
 const RECV: usize = 12;
 /// Slower paths, in the order of [`Fallback`].
-pub const FALLBACKS: [&str; 17] = [
+pub const FALLBACKS: [&str; 18] = [
     "synchronous_call",
     "gradients_one_by_one",
     "tcp_without_mpi",
@@ -70,6 +70,7 @@ pub const FALLBACKS: [&str; 17] = [
     "dense_attention_bias",
     "without_xla",
     "unaligned_tensor",
+    "far_stores",
 ];
 
 /// A slower path that an operation or a step took.
@@ -109,6 +110,8 @@ pub enum Fallback {
     WithoutXla = 15,
     /// GPUs loaded a large tensor number by number, because it begins inside of a vector.
     UnalignedTensor = 16,
+    /// The cores of a host's ranks were found to share no cache.
+    FarStores = 17,
 }
 
 /// The counters of one process. All fields are atomics, so any contents of the memory are a value.

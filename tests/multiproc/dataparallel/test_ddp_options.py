@@ -91,6 +91,18 @@ def _check_arguments():
             assert torch.distributed.get_world_size(model.process_group) == 2
     with pytest.warns(FutureWarning, match="check_reduction"):
         ddp_class(copy.deepcopy(base), check_reduction=True)
+    import warnings
+
+    from smdistributed.dataparallel.torch.parallel import arguments
+
+    arguments.warn_of_dim.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ddp_class(copy.deepcopy(base), dim=1, gradient_as_bucket_view=True)
+    ((text, file),) = [(str(one.message), one.filename) for one in caught]
+    assert "dim=1` of DistributedDataParallel is ignored: " in text
+    assert file == __file__
     with pytest.raises(RuntimeError, match="one dimension"):
         ddp_class(copy.deepcopy(base), device_mesh=mesh)
 

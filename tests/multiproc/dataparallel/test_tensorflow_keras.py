@@ -31,6 +31,7 @@ def run_checks(folder, name):
     broadcast_callback(keras, sdp)
     broadcast_callback_of_unbuilt_models(keras, sdp)
     metrics_are_averaged(sdp)
+    devices_are_told(sdp)
     warmup(keras, sdp)
     momentum_correction(keras, sdp)
     saved_models(keras, sdp, Path(folder))
@@ -124,6 +125,22 @@ def metrics_are_averaged(sdp):
         callback.on_epoch_end(2, {mine: 1.0})
     # The job stays usable after the mismatch.
     assert sdp.oob_allreduce(1.0).numpy() == 1.0
+
+
+def devices_are_told(sdp):
+    import warnings
+
+    callbacks = sdp.keras.callbacks
+    for name, build in (
+        ("BroadcastGlobalVariablesCallback", lambda *device: callbacks.BroadcastGlobalVariablesCallback(0, *device)),
+        ("MetricAverageCallback", callbacks.MetricAverageCallback),
+    ):
+        with pytest.warns(UserWarning, match=f"`device` of {name} has no effect"):
+            build("/cpu:0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            build()
+            build("")
 
 
 def warmup(keras, sdp):

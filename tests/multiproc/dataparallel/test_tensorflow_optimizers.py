@@ -263,24 +263,39 @@ def gradients_that_the_caller_reduced(keras, sdp):
 
 def no_xla_unless_asked_for(keras, sdp):
     """With a GPU, Keras compiles with XLA by default, which cannot compile our operations. A distributed optimizer
-    turns that off."""
+    turns that off, and says so."""
     import tensorflow as tf
+
+    from smdistributed import _core
+
+    def count():
+        return dict(_core.running_fallbacks(os.getpid())[0][2])["without_xla"]
 
     devices = tf.config.list_physical_devices()
     with_gpu = [*devices, tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     listed = tf.config.list_physical_devices
     tf.config.list_physical_devices = lambda device_type=None: with_gpu
+    before = count()
     try:
-        for optimizer, compiles in [
-            (keras.optimizers.SGD(), True),
-            (sdp.DistributedOptimizer(keras.optimizers.SGD()), False),
-            (keras.optimizers.LossScaleOptimizer(sdp.DistributedOptimizer(keras.optimizers.SGD())), False),
-        ]:
-            model = keras.Sequential([keras.layers.Dense(1)])
-            model.compile(optimizer, "mse")
-            assert model.jit_compile is compiles
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer, compiles in [
+                (keras.optimizers.SGD(), True),
+                (sdp.DistributedOptimizer(keras.optimizers.SGD()), False),
+                (keras.optimizers.LossScaleOptimizer(sdp.DistributedOptimizer(keras.optimizers.SGD())), False),
+            ]:
+                model = keras.Sequential([keras.layers.Dense(1)])
+                model.compile(optimizer, "mse")
+                assert model.jit_compile is compiles
+            assert count() - before == 2
+            model.compile(sdp.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
     finally:
         tf.config.list_physical_devices = listed
+    (text,) = (str(one.message) for one in caught if "XLA" in str(one.message))
+    assert "because XLA cannot compile the operations that reduce gradients. Parts of the model can be" in text
+    # Without a GPU, Keras does not choose XLA.
+    model.compile(sdp.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    assert count() - before == 2
 
 
 def arguments(keras, sdp):

@@ -327,6 +327,39 @@ def watched_tensors(tf, sdp):
         close([slope(tf.ones(count))], [[(sdp.size() - 1) / 2] * count])
 
 
+def unknown_shapes(tf, sdp):
+    """In functions, gradients without a static shape are reduced alone, which is counted and told."""
+    import os
+    import warnings
+
+    from smdistributed import _core
+
+    def count():
+        return dict(_core.running_fallbacks(os.getpid())[0][2])["gradients_one_by_one"]
+
+    unknown = [tf.Variable(tf.ones(3), shape=tf.TensorShape([None]), name=f"unknown_{at}") for at in "ab"]
+    known = tf.Variable(tf.ones(3), name="known")
+
+    def gradients(variables):
+        with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.add_n([(sdp.rank() + 1.0) * tf.reduce_sum(each) for each in variables])
+        return tape.gradient(loss, variables)
+
+    before, average = count(), (sdp.size() + 1) / 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for variables in ([known], [*unknown, known], unknown):
+            function = tf.function(lambda variables=variables: gradients(variables))
+            for _ in range(2):
+                for each in function():
+                    close(each, average * tf.ones(3))
+        # Outside of functions, shapes are known.
+        gradients(unknown)
+    assert count() - before == 2
+    (text,) = (str(one.message) for one in caught if "instead of in buckets" in str(one.message))
+    assert text.startswith("the gradient of `unknown_a (number 0)` and 1 more is reduced alone"), text
+
+
 def held_gradients(tf, sdp):
     fixture = Fixture()
     compiled = tf.function(fixture.reduced)
@@ -482,6 +515,7 @@ _ON_TWO_RANKS = (
     "several_tapes_in_a_graph",
     "types",
     "watched_tensors",
+    "unknown_shapes",
     "held_gradients",
     "sessions_of_old",
     "memory",

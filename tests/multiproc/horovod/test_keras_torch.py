@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import tempfile
+import warnings
 
 import pytest
 
@@ -234,6 +235,48 @@ def check_all():
 def test_training():
     """The assertions are in `check_all`, which runs on each rank."""
     run_ranks(check_all, 2, launcher=Forked("torch"), env=ENV, timeout=100)
+
+
+def told():
+    """Slower paths are counted, and arguments without an effect warn once."""
+    np, torch, keras, hvd, _, size = start()
+    from horovod.common import basics
+    from smdistributed import _core
+
+    def count():
+        return dict(_core.running_fallbacks(os.getpid())[0][2])["gradients_one_by_one"]
+
+    def warned(call):
+        basics._warned_texts.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                call()
+        return [str(one.message) for one in caught]
+
+    sgd = keras.optimizers.SGD
+    variable = keras.Variable(np.zeros(1, np.float32))
+    optimizer = hvd.DistributedOptimizer(sgd(1.0))
+    before = count()
+    texts = warned(lambda: optimizer.apply([torch.ones(1)], [variable]))
+    assert count() - before == 2 * (size > 1)
+    assert [text.partition(",")[0] for text in texts] == ["gradients are reduced by name after backward"] * (size > 1)
+    devices = {"device_dense": "cpu", "device_sparse": "cpu", "sparse_as_dense": True}
+    for build in (hvd.DistributedOptimizer, hvd.PartialDistributedOptimizer):
+        texts = warned(lambda build=build: build(sgd(1.0), **devices))
+        assert [text.split("`")[1] for text in texts] == list(devices), texts
+        assert not warned(lambda build=build: build(sgd(1.0)))
+    broadcast, average = hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.callbacks.MetricAverageCallback
+    for name, build in (("Broadcast", lambda *device: broadcast(0, *device)), ("MetricAverage", average)):
+        (text,) = warned(lambda build=build: build("/cpu:0"))
+        assert text.startswith(f"`device` of {name}")
+        assert not warned(build)
+
+
+@pytest.mark.timeout(60)
+def test_slower_paths_and_arguments_without_effect_are_told():
+    """The assertions are in `told`, which runs on each rank."""
+    run_ranks(told, 2, launcher=Forked("torch"), env=ENV, timeout=50)
 
 
 @pytest.mark.timeout(60)

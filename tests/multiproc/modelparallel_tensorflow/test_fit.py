@@ -152,7 +152,30 @@ def _errors():
     refused("masks", lambda: _compiled(Masked, {"one": "mse", "two": "mse"}).fit(words, both, verbose=0))
     with pytest.warns(UserWarning, match="jit_compile"):
         _compiled(line, jit_compile=True)
+    found["XLA"] = _compiled_on_gpus(line)
     return found
+
+
+def _compiled_on_gpus(line):
+    """Returns the warnings of models for which Keras would choose XLA, and how many were counted."""
+    import os
+    import warnings
+
+    import tensorflow as tf
+
+    from smdistributed import _core
+
+    devices, listed = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")], tf.config.list_physical_devices
+    tf.config.list_physical_devices = lambda device_type=None: devices
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for arguments in ({}, {"jit_compile": "auto"}, {"jit_compile": False}, {"run_eagerly": True}):
+                _compiled(line, **arguments)
+    finally:
+        tf.config.list_physical_devices = listed
+    counts = dict(_core.running_fallbacks(os.getpid())[0][2])
+    return [str(one.message) for one in caught if "XLA" in str(one.message)], counts["without_xla"]
 
 
 def _adds_epsilon():
@@ -212,6 +235,9 @@ def test_invalid_calls_raise_on_every_rank():
     for found, of_others in ((first, True), (second, False)):
         assert "no such file" in found["batch"][1], found["batch"]
         assert (found["batch"][0] == "SMPMismatchError") == of_others, found["batch"]
+        (text,), times = found["XLA"]
+        assert "because a step over microbatches is not one function" in text
+        assert times == 2
 
 
 def _replicas(name, key):

@@ -193,6 +193,41 @@ def test_partitioning_keeps_each_mixture_of_experts_whole():
     run_ranks(_check_routing, 1, True, launcher=Forked("torch"), timeout=100)
 
 
+def _check_reads_in_a_submodule():
+    import os
+
+    from torch import nn
+
+    from smdistributed import _core
+
+    class Clip(nn.Module):
+        def forward(self, x):
+            return x / 2 if x.abs().max().item() > 1e6 else x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.clip = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), Clip()
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = self.clip(layer(x))
+            return {"loss": x.square().mean()}
+
+    found = _steps(Model)
+    ((_, _, counts),) = _core.running_fallbacks(os.getpid()) or [(0, 0, [])]
+    return found["difference"], found["partitions"], dict(counts).get("undivided_module", 0)
+
+
+def test_reads_of_values_in_a_small_submodule_do_not_hinder_a_partition():
+    # The remedy that the warning of a module that cannot be divided names.
+    for difference, partitions, undivided in run_ranks(
+        _check_reads_in_a_submodule, 2, launcher=Forked("torch"), env=STRICT, timeout=100
+    ):
+        assert difference <= 1e-12
+        assert (partitions, undivided) == ([0, 1], 0)
+
+
 def _unexpected_shape_body():
     from torch import nn
 

@@ -168,6 +168,44 @@ def test_sharded_training_is_that_of_one_process(ranks):
     run_ranks(_check_equality, ranks, ranks, launcher=Forked("transformers"), timeout=280)
 
 
+def _limited_body(kind, limits):
+    """Returns for each limit the warnings of three steps, and how many of them had no prefetches."""
+    import os
+    import warnings
+
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed import _core
+
+    found, before = [], 0
+    for limit in limits:
+        config = {"sharded_data_parallel_degree": 2, "sdp_max_live_parameters": limit}
+        model, _, step = _start(torch, smp, kind, config)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(3):
+                step(model, _tokens(torch, number, smp.dp_rank()))
+        ((_, _, counts),) = _core.running_fallbacks(os.getpid())
+        times = dict(counts)["without_prefetch"]
+        found.append(([str(one.message) for one in caught if "sdp_max_live" in str(one.message)], times - before))
+        before = times
+        smp.barrier()
+        torch.distributed.destroy_process_group()
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.timeout(100)
+def test_steps_without_space_for_prefetches_are_told_with_the_space_they_need():
+    # The largest neighbors are the embedding of 384 elements and a layer of 114; a bias and a scale take 12.
+    for found in run_ranks(_limited_body, 2, "odd", [400, 510], launcher=Forked("torch"), timeout=90):
+        ((text,), times), (none, later) = found
+        assert "`sdp_max_live_parameters` 400 is too small" in text
+        assert text.endswith("prefetching needs 510 or more")
+        assert (times, none, later) == (3, [], 0)
+
+
 def _storages(torch, tensors):
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch import optimizers
 
@@ -96,3 +98,15 @@ def test_lamb_and_novograd_reduce_the_loss(kind):
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("kind", [optimizers.FusedAdam, optimizers.FusedLAMB, optimizers.FusedNovoGrad])
+def test_gradients_that_zero_grad_should_keep_are_told(kind):
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            kind(_parameters(), set_grad_none=False)
+            kind(_parameters())
+    (text,) = (str(one.message) for one in caught)
+    assert text.startswith(f"`set_grad_none=False` of `{kind.__name__}` is ignored: ")

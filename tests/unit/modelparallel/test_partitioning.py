@@ -280,6 +280,77 @@ def test_memory_counts_only_where_it_is_scarce():
     assert blocks_of_the_first(1) == weighted
 
 
+class _Clip(nn.Module):
+    def forward(self, x):
+        return x / 2 if x.abs().max().item() > 1e6 else x
+
+
+class _Stack(nn.Module):
+    """Layers whose own forward reads values, itself or in a submodule."""
+
+    def __init__(self, layers, clip=None, width=32):
+        super().__init__()
+        self.layers, self.clip = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)), clip
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return _Clip.forward(self, x) if self.clip is None else self.clip(x)
+
+
+def _partitioned(monkeypatch, module, partitions=2, manual=None, **config):
+    """Returns the partitions of parameters, the warnings and the counted fallbacks."""
+    noted = []
+    monkeypatch.setattr(_core, "note_fallback", noted.append)
+    config, manual = _config(partitions, **{"load_partition": False, **config}), manual or {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = assignment.auto_partition(module, (torch.randn(4, 32),), {}, config, manual)
+        found = assignment.with_manual(module, found, manual, config)
+    homes = {index for path, index in found.items() if dict(module.named_modules())[path]._parameters}
+    return homes, [str(one.message) for one in caught], noted
+
+
+def test_a_large_module_that_cannot_be_divided_is_told(monkeypatch):
+    homes, (undivided, empty), noted = _partitioned(monkeypatch, _Stack(4))
+    assert homes == {0}
+    assert noted == ["undivided_module"]
+    assert undivided.startswith("the model, with 100% of the parameters, is put on one partition as a whole: its own ")
+    assert "DataDependentOutputException: aten._local_scalar_dense.default. Move reads of values" in undivided
+    assert "leaves partition 1 of 2 without parameters" in empty
+    module = nn.Sequential(nn.Linear(32, 32), _Stack(3), _Stack(4))
+    homes, (text,), noted = _partitioned(monkeypatch, module)
+    assert homes == {0, 1}
+    assert noted == ["undivided_module"] * 2
+    assert text.startswith("`2`, with 50% of the parameters, is put on one partition as a whole (1 more, too): ")
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        (lambda: _Stack(4, _Clip()), {}),
+        (lambda: _Stack(4), {"skip_tracing": True}),
+        (lambda: _Stack(4), {"manual": {"layers.2": 1, "layers.3": 1}}),
+        # Less than a quarter of a partition.
+        (lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(20)), _Stack(2)), {}),
+        # A partition cannot divide a single weight.
+        (lambda: nn.Sequential(nn.Linear(32, 32), _Stack(1), nn.Linear(32, 32)), {}),
+    ],
+    ids=["small submodule", "by sizes", "by hand", "small module", "one weight"],
+)
+def test_modules_that_are_divided_or_small_are_not_told(module, config, monkeypatch):
+    assert _partitioned(monkeypatch, module(), **config) == ({0, 1}, [], [])
+
+
+def test_empty_partitions_of_an_automatic_partition_are_told(monkeypatch):
+    homes, (text,), _ = _partitioned(monkeypatch, nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)), 4)
+    assert homes == {0, 1}
+    assert "leaves partitions 2, 3 of 4 without parameters" in text
+    # Nor does a model without parameters have any, nor must the script's own partitions be complete.
+    assert _partitioned(monkeypatch, nn.Sequential(nn.ReLU(), nn.ReLU()))[1] == []
+    assert _partitioned(monkeypatch, nn.Sequential(nn.Linear(32, 32)), auto_partition=False)[1] == []
+
+
 def test_a_model_larger_than_memory():
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(8)))  # 320 GB

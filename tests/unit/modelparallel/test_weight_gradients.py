@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import smdistributed.modelparallel.torch as smp  # noqa: E402, F401
-from support.weight_uses import USES  # noqa: E402
+from support.smp.weight_uses import USES  # noqa: E402
 
 
 class _Layers(torch.nn.Module):

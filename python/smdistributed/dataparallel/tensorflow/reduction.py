@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -90,6 +91,7 @@ def reduce_gradients(
     graph = not tf.executing_eagerly()
     has_gpus = bool(tf.config.list_logical_devices("GPU"))
     last: list[tf.Tensor] = []
+    unknown: list[str] = []
     with tf.name_scope(name or "smd_reduce_gradients"):
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -108,11 +110,14 @@ def reduce_gradients(
             sent, ctx = (gradient, None) if compression in _WIRES else compression.compress(gradient)
             if not sent.shape.is_fully_defined():
                 # The specification is made when the graph is traced, and needs static shapes.
+                unknown.append(names[index])
                 summed = call(ops.smd_all_reduce, tensor=sent, op=op.value, group=group)
                 reduced[index] = compression.decompress(summed, ctx)
                 continue
             place = place_of(variables[index]) if has_gpus else None
             planned.setdefault(place, []).append((index, sent, ctx))
+        if unknown:
+            _note_unknown_shapes(unknown)
         absent = [names[index] for index, gradient in enumerate(gradients) if gradient is None]
         if absent and len(absent) == len(gradients):
             # Other ranks may have gradients and wait for this rank. It takes part with none, so that all ranks get an
@@ -129,6 +134,24 @@ def reduce_gradients(
             for (index, _, ctx), output in zip(together, outputs, strict=True):
                 reduced[index] = output if compression in _WIRES else compression.decompress(output, ctx)
     return reduced
+
+
+def _note_unknown_shapes(names: list[str]) -> None:
+    """Count a function in which gradients are not in buckets, when it is traced; warn of each gradient once."""
+    _core.note_fallback("gradients_one_by_one")
+    fresh = [name for name in names if name not in _warned_names]
+    _warned_names.update(fresh)
+    if fresh:
+        others = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
+        warnings.warn(
+            f"the gradient of `{fresh[0]}`{others} is reduced alone instead of in buckets, because its shape is not "
+            "known when the function is traced: declare the shape of the variable, or set that of the tensor or of the "
+            "compressed gradient with `tf.ensure_shape`",
+            stacklevel=3,
+        )
+
+
+_warned_names: set[str] = set()
 
 
 def check_options(op: ReduceOp | None, bucket_cap_mb: float | None) -> None:

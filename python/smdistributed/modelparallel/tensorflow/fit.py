@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
+from smdistributed._common import keras3
 from smdistributed.dataparallel.tensorflow.collectives import ops as core_ops
 from smdistributed.modelparallel.tensorflow import losses
 from smdistributed.modelparallel.tensorflow.output import StepOutput
@@ -148,9 +149,11 @@ class KerasLoops:
         """Configure training, as Keras' method. ``jit_compile`` is ignored: a step has several functions."""
         if kwargs.get("jit_compile") not in (None, False, "auto"):
             warnings.warn("`jit_compile` is ignored: a step over microbatches is not one function", stacklevel=2)
-        if "jit_compile" in kwargs:
+        if "jit_compile" in kwargs and (_IS_OLDER or kwargs["jit_compile"] != "auto"):
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]
+        if not _IS_OLDER and self.jit_compile:  # type: ignore[attr-defined]
+            keras3.note_without_xla("a step over microbatches is not one function")
         self.__dict__.pop("_smp_made_steps", None)
 
     @contextlib.contextmanager

@@ -113,6 +113,8 @@ _CONDITIONAL_ARGUMENTS = {
     "bucket_cap_mb": 25,
     "broadcast_buffers": True,
 }
+#: Those that say how gradients are reduced if parameters and states are whole.
+_OF_WHOLE_GRADIENTS = ("overlapping_allreduce", "bucket_cap_mb")
 
 
 def warn_of_arguments(cfg: Config, **arguments: Any) -> None:
@@ -134,3 +136,10 @@ def warn_of_arguments(cfg: Config, **arguments: Any) -> None:
                 need = "`auto_partition` over several partitions"
             if not has_effect:
                 warn_once(f"`{name}` of `smp.DistributedModel` changes nothing without {need}")
+            elif cfg.shard_optimizer_state and name in _OF_WHOLE_GRADIENTS:
+                key = "sharded_data_parallel_degree"
+                key = f"{key}: {cfg[key]}" if cfg[key] > 1 else "shard_optimizer_state: true"
+                warn_once(
+                    f"`{name}` of `smp.DistributedModel` changes nothing with `{key}`: gradients are reduced to "
+                    "shards, without buckets"
+                )

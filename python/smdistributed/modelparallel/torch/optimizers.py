@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch import norms
 from smdistributed.modelparallel.torch.nn import collectives
@@ -28,9 +29,14 @@ from smdistributed.modelparallel.torch.nn import collectives
 _Betas = tuple[float, float]
 
 
-def _refuse_amsgrad(amsgrad: bool, name: str) -> None:
+def _check(amsgrad: bool, set_grad_none: bool, name: str) -> None:
     if amsgrad:
         raise SMPUnsupportedError(f"`{name}` has no AMSGrad variant: leave `amsgrad` at False")
+    if not set_grad_none:
+        warn_once(
+            f"`set_grad_none=False` of `{name}` is ignored: call `zero_grad(set_to_none=False)` to keep gradients as "
+            "zeros"
+        )
 
 
 class FusedAdam(torch.optim.Adam):
@@ -45,7 +51,7 @@ class FusedAdam(torch.optim.Adam):
         adam_w_mode: Whether weight decay is decoupled, as in AdamW, instead of added to gradients.
         weight_decay: Weight decay.
         amsgrad: Must be ``False``.
-        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
+        set_grad_none: ``False`` is ignored with a warning; PyTorch's ``zero_grad(set_to_none)`` applies.
 
     Raises:
         SMPUnsupportedError: ``bias_correction`` is ``False`` or ``amsgrad`` is ``True``.
@@ -63,8 +69,7 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        del set_grad_none
-        _refuse_amsgrad(amsgrad, "FusedAdam")
+        _check(amsgrad, set_grad_none, "FusedAdam")
         if not bias_correction:
             raise SMPUnsupportedError("`FusedAdam` corrects the bias of its averages: leave `bias_correction` at True")
         super().__init__(
@@ -90,7 +95,7 @@ class FusedLAMB(Optimizer):
         amsgrad: Must be ``False``.
         adam_w_mode: See ``weight_decay``.
         grad_averaging: Whether gradients are multiplied by ``1 - beta1`` when they are added to their average.
-        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
+        set_grad_none: ``False`` is ignored with a warning; PyTorch's ``zero_grad(set_to_none)`` applies.
         max_grad_norm: Gradients of all parameters of this optimizer are first clipped to this norm; 0 for no clipping.
         use_nvlamb: Whether parameters without weight decay are scaled by their norms as well.
 
@@ -113,8 +118,7 @@ class FusedLAMB(Optimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        del set_grad_none
-        _refuse_amsgrad(amsgrad, "FusedLAMB")
+        _check(amsgrad, set_grad_none, "FusedLAMB")
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
@@ -213,7 +217,7 @@ class FusedNovoGrad(Optimizer):
         grad_averaging: Whether gradients are multiplied by ``1 - beta1`` when they are added to their average.
         norm_type: Order of the norm: 2, or 0 for the largest element.
         init_zero: Whether the average of norms starts at zero, or at the first norm as in the paper.
-        set_grad_none: Ignored; the argument of PyTorch's ``zero_grad(set_to_none)`` applies.
+        set_grad_none: ``False`` is ignored with a warning; PyTorch's ``zero_grad(set_to_none)`` applies.
 
     Raises:
         SMPUnsupportedError: ``amsgrad`` is ``True``.
@@ -234,8 +238,7 @@ class FusedNovoGrad(Optimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        del set_grad_none
-        _refuse_amsgrad(amsgrad, "FusedNovoGrad")
+        _check(amsgrad, set_grad_none, "FusedNovoGrad")
         if norm_type not in (0, 2):
             raise ValueError(f"`norm_type` is {norm_type}: expected 2, or 0 for the largest element")
         defaults = {

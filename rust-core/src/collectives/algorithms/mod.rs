@@ -10,7 +10,7 @@ use super::paths::{Path, PathChooser, SharedTime};
 use super::{Group, Request, agreement};
 use crate::buffer::TensorView;
 use crate::bulk_copy;
-use crate::collectives::stores::{ChunkStores, Purpose};
+use crate::collectives::stores::{self, ChunkStores, Purpose};
 use crate::error::Result;
 use crate::transport::shm::SharedMemory;
 
@@ -161,7 +161,10 @@ impl<'a> SyncSteps<'a> {
             self.group.paths.choose(class, (0..memory.size()).map(times));
         }
         if let Some((purpose, bytes)) = self.chunks {
-            self.group.stores.choose(purpose, bytes, agreement::store_times(self.memory));
+            let slowdown = self.group.stores.choose(purpose, bytes, agreement::store_times(self.memory));
+            if let Some(slowdown) = slowdown {
+                stores::note_far(slowdown, self.memory.me() == 0);
+            }
         }
         Ok(())
     }

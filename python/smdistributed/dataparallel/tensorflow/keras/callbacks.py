@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,12 @@ for _event in _events:
     _event._is_default = True
 
 
+def _warn_of_device(callback: _Callback, device: str) -> None:
+    if device:
+        text = f"`device` of {type(callback).__name__} has no effect: values are sent from the device on which they are"
+        warnings.warn(text, stacklevel=3)
+
+
 class BroadcastGlobalVariablesCallback(_Callback):
     """Broadcast the model's and the optimizer's variables of one rank to all ranks, once.
 
@@ -85,7 +92,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     Args:
         root_rank: Global rank whose values are sent.
-        device: Ignored.
+        device: Ignored with a warning: values are sent from the device on which they are.
         local_variables: A variable or a list of variables that keep each rank's own values.
 
     Raises:
@@ -94,6 +101,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
+        _warn_of_device(self, device)
         self.root_rank = root_rank
         self._done = False
         if local_variables is None:
@@ -143,11 +151,12 @@ class MetricAverageCallback(_Callback):
     they are.
 
     Args:
-        device: Ignored.
+        device: Ignored with a warning: values are sent from the device on which they are.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
+        _warn_of_device(self, device)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average ``logs``, in place.

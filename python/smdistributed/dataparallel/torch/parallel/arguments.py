@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -48,6 +49,17 @@ def accumulation_steps(steps: int) -> int:
             stacklevel=4,
         )
     return steps
+
+
+@functools.cache
+def warn_of_dim(dim: int) -> None:
+    """Warn once that an argument of torch's class changes nothing.
+
+    Args:
+        dim: The argument.
+    """
+    if dim != 0:
+        warnings.warn(f"`dim={dim}` of DistributedDataParallel is ignored: inputs are not scattered", stacklevel=3)
 
 
 def devices(

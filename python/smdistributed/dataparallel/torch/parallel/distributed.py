@@ -72,12 +72,13 @@ class DistributedDataParallel(_TorchDDP):
         this library or of ``torch.distributed``.
         bucket_cap_mb: Size of a bucket in MiB, as bytes a multiple of 128. ``None`` means the size that
         ``SMD_AUTOTUNE`` measured on GPUs, or else 100 there and 25 on CPUs.
-        dim: Ignored; accepted for compatibility with ``torch.nn.parallel.DistributedDataParallel``.
+        dim: Ignored with a warning, if it is not 0; accepted for compatibility with
+            ``torch.nn.parallel.DistributedDataParallel``.
         init_sync: Whether to broadcast parameters and buffers at construction. Parameters are compared in any case.
         find_unused_parameters: Whether a backward may leave parameters without a gradient. They count as zero; one that
             no rank used keeps the gradient that it had. Costs one small collective a step.
         check_reduction: Ignored, as in torch.
-        gradient_as_bucket_view: Ignored; accepted for compatibility. On CPUs, gradients are allocated in buckets
+        gradient_as_bucket_view: Accepted for compatibility. On CPUs, gradients are allocated in buckets
         where possible; on GPUs, small ones become views of a bucket.
         static_graph: Whether every backward repeats the first one. Gradients may then arrive in several parts
         (re-entrant checkpoints that share parameters), and unused parameters are known after the first step, which is
@@ -132,6 +133,7 @@ class DistributedDataParallel(_TorchDDP):
             raise TypeError(f"`module` is a {type(module).__name__}, not a torch.nn.Module")
         if check_reduction:
             warnings.warn("`check_reduction` has no effect", FutureWarning, stacklevel=2)
+        arguments.warn_of_dim(dim)
         self.module = module
         self.process_group = groups.resolve(process_group, device_mesh)
         if device_mesh is not None:

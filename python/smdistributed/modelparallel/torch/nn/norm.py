@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.torch.nn import initializers
 from smdistributed.modelparallel.torch.nn.module import DistributedModule, between_products_in_group
 
@@ -17,7 +18,7 @@ class FusedLayerNorm(nn.LayerNorm):
         normalized_shape: Shape of the normalized dimensions.
         eps: Added to the variance.
         elementwise_affine: Whether there are a weight and a bias.
-        memory_efficient: Ignored; accepted for compatibility with Apex.
+        memory_efficient: Accepted for compatibility with Apex; ``True`` is ignored with a warning.
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        del memory_efficient
+        if memory_efficient:
+            warn_once("`memory_efficient=True` of `FusedLayerNorm` is ignored: PyTorch's kernel keeps its input")
         super().__init__(normalized_shape, eps, elementwise_affine)
 
 

@@ -196,7 +196,7 @@ def masks_nothing(mask: torch.Tensor, activations: torch.Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(mask):
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        _note_bias(f"it has a mask in a CUDA graph, where values cannot be read: {_REMEDY}", mask)
+        _note_bias(f"it has a mask in a CUDA graph, where values cannot be read ({_REMEDY})", mask)
         return False
     version = version_of(mask)
     known: tuple[int, bool] | None = _read.get(mask)
@@ -229,7 +229,7 @@ def note_unread(mask: torch.Tensor) -> None:
     Args:
         mask: The mask.
     """
-    _note_bias(f"it has a mask whose values are not read: {_REMEDY}", mask)
+    _note_bias(f"it has a mask whose values are not read ({_REMEDY})", mask)
 
 
 def _note_bias(why: str, tensor: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ def _note_bias(why: str, tensor: torch.Tensor) -> None:
 @functools.cache
 def _warn_of_bias(why: str) -> None:
     warnings.warn(
-        f"attention takes a bias of all pairs of tokens and no flash kernel, which needs more time and memory with long "
-        f"sequences, because {why}",
+        f"attention takes a bias of all pairs of tokens and no flash kernel, because {why}. This needs more time and "
+        "memory with long sequences",
         stacklevel=2,
     )

@@ -64,13 +64,15 @@ class Trace:
     """A model's cost tree.
 
     It contains modules; values between them as (producer, consumers, bytes); the host's cost of splitting modules as
-    (module, module that runs instead, nanoseconds); and modules that must be on one partition.
+    (module, module that runs instead, nanoseconds); modules that must be on one partition; and modules whose own
+    forward failed on fake tensors, with the error.
     """
 
     modules: list[ModuleCost]
     values: list[tuple[int, list[int], int]] = field(default_factory=list)
     tasks: list[tuple[int, int, int]] = field(default_factory=list)
     ties: list[list[int]] = field(default_factory=list)
+    undivided: dict[int, str] = field(default_factory=dict)
 
     def place_ties(self) -> None:
         """Places modules that share a parameter and cost nothing themselves with the first module of their tie.
@@ -88,6 +90,24 @@ class Trace:
                 module = self.modules[at]
                 if first is not None and not module.costs_something and at not in has_place:
                     module.follows = first
+
+    def undivided_bytes(self) -> list[tuple[int, int, int]]:
+        """Return the outermost undivided modules, largest first.
+
+        Each is a triple with the bytes of the parameters and buffers in it, and with those of them that could be on
+        another partition if the module were divided: all but those of the module in it that holds most.
+        """
+        found: dict[int, list[int]] = {}
+        for at, module in enumerate(self.modules):
+            outermost = None
+            above: int | None = at
+            while above is not None:
+                outermost = above if above in self.undivided else outermost
+                above = self.modules[above].parent
+            if outermost is not None:
+                found.setdefault(outermost, []).append(module.parameter_bytes)
+        rows = [(at, sum(sizes), sum(sizes) - max(sizes)) for at, sizes in found.items()]
+        return sorted(rows, key=lambda row: -row[1])
 
 
 class TraceError(RuntimeError):
@@ -197,6 +217,11 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, measure_tim
     return recorder.finish()
 
 
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 @contextlib.contextmanager
 def _hooks_left_out(module: nn.Module) -> Iterator[None]:
     """Return a context in which the script's forward hooks do not run, because they may count calls or keep tensors.
@@ -232,7 +257,8 @@ def _is_needed(hook: Any) -> bool:
 def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
     """Run a module on random values if it cannot run on fake tensors.
 
-    The module then stays in one partition (PROBE-1).
+    The module then stays in one partition (PROBE-1), which the assignment reports. A forward may fail with any error:
+    with PyTorch's own for reads of values, with those of operators and of libraries for tensors without memory.
     """
     original = nn.Module.__call__
 
@@ -500,6 +526,7 @@ class _Recorder(TorchDispatchMode):
         finally:
             self.paused = False
         self.trace.ties.append(sorted(self.index[each] for each in module.modules()))
+        self.trace.undivided.setdefault(at, _first_line(error))
         self.clock += 1
         own = self.trace.modules[at]
         own.first_run = self.clock if own.first_run is None else own.first_run

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smdistributed._common import errors
-from smdistributed.modelparallel.config import Config
+from smdistributed.modelparallel.config import DEFAULTS, Config, warn_once
 from smdistributed.modelparallel.exceptions import CLASSES
 from smdistributed.modelparallel.torch.sharding.sharded_model import ShardedModel
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
@@ -35,6 +35,11 @@ class PipelineShards(ShardedModel):
 
     def __init__(self, groups: ShardingGroups, slice_groups: ShardingGroups, cfg: Config) -> None:
         super().__init__(groups, slice_groups, cfg)
+        if cfg.sdp_max_live_parameters != DEFAULTS["sdp_max_live_parameters"]:
+            warn_once(
+                "`sdp_max_live_parameters` limits nothing with several partitions: the parameters of a partition are "
+                "whole during a step"
+            )
         self._whole: dict[Unit, list[nn.Parameter]] = {}
         self._is_entered = False
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from smdistributed import _core
+from smdistributed.modelparallel.config import warn_once
 from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
@@ -55,7 +57,14 @@ class ShardReducer:
         self._steps += 1
         reduces, self.reduces_next = self.reduces_next, None
         if self._steps % self._passes == 0 if reduces is None else reduces:
-            _target().reduce_gradients()
+            target = _target()
+            if isinstance(target, OptimizerShards):
+                _core.note_fallback("reduced_after_backward")
+                warn_once(
+                    "`shard_optimizer_state` reduces all gradients after the backward of a step, and other ranks wait "
+                    "for that: `sharded_data_parallel_degree` reduces them during the backward"
+                )
+            target.reduce_gradients()
 
     def cancel(self) -> None:
         """Do nothing: the peers of a failed rank get an error in their reduction."""

@@ -17,6 +17,7 @@ own parameters of a module outside of them. Its parameters are gathered before i
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +26,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from smdistributed import _core
 from smdistributed._common import errors
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.config import Config
 from smdistributed.modelparallel.exceptions import CLASSES
+from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.sharding.piece import Piece
 from smdistributed.modelparallel.torch.sharding.sharding_groups import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import ShardedParameter, Unit
@@ -118,6 +121,9 @@ class ShardedModel:
         self.owners: dict[int, Unit] = {}
         self.is_running = False
         self._live = 0
+        #: The largest number of gathered elements for which the step's prefetches had no space; 0 if all had.
+        self._missing_live = 0
+        self._has_warned = False
         self._order: list[Unit] = []
         self._previous: dict[bool, list[Unit]] = {}
         self._is_training = False
@@ -270,6 +276,7 @@ class ShardedModel:
             if other.users == 0 and other is not unit and needed:
                 self._free(other)
         if not needed and self._live + unit.elems > self._max_live:
+            self._missing_live = max(self._missing_live, self._live + unit.elems)
             return
         unit.begin_gather()
         self._present.append(unit)
@@ -354,7 +361,18 @@ class ShardedModel:
         """Do nothing: units are gathered when their modules run."""
 
     def leave_step(self) -> None:
-        """Do nothing: units are freed when their modules have run."""
+        """Count a step in which units were gathered when they were needed, not ahead (SDP-2)."""
+        wanted, self._missing_live = self._missing_live, 0
+        if not wanted:
+            return
+        _core.note_fallback("without_prefetch")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"`sdp_max_live_parameters` {self._max_live} is too small to gather the parameters of the next layer "
+                f"while one computes, so computation waits for all-gathers: prefetching needs {wanted} or more",
+                stacklevel=script_level(),
+            )
 
     def begin_step(self) -> None:
         """Begin a step: gradients that the script has kept after a reduction are included."""
