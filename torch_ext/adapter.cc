@@ -155,7 +155,9 @@ void TensorOperation::write_blocks(at::TensorList tensors) {
 
 void TensorOperation::read_blocks(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (!make_a_row(tensors) || are_adjacent(tensors)) {
+  // An input that shares memory with an output is copied, so that the others no longer lie beside it.
+  const auto is_written = [&](const at::Tensor& tensor) { return overlaps_output(tensor); };
+  if (!make_a_row(tensors) || (are_adjacent(tensors) && std::none_of(tensors.begin(), tensors.end(), is_written))) {
     for (const auto& tensor : tensors) read(tensor);
     return;
   }
@@ -234,6 +236,12 @@ at::Tensor TensorOperation::dense_output(const at::Tensor& tensor) {
   return dense;
 }
 
+bool TensorOperation::overlaps_output(const at::Tensor& dense) const {
+  return std::any_of(written_.begin(), written_.end(), [&](const auto& output) {
+    return begin(dense) < output.second && output.first < begin(dense) + dense.nbytes();
+  });
+}
+
 at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
   at::Tensor dense = tensor;
   if (!is_dense(tensor)) {
@@ -241,10 +249,7 @@ at::Tensor TensorOperation::dense_input(const at::Tensor& tensor) {
     note_copy(tensor, core.collective, "its elements are not in row-major order");
     dense = tensor.resolve_conj().resolve_neg().contiguous();
   } else {
-    const auto overlaps = [first = begin(tensor), end = begin(tensor) + tensor.nbytes()](const auto& output) {
-      return first < output.second && output.first < end;
-    };
-    if (std::any_of(written_.begin(), written_.end(), overlaps)) {
+    if (overlaps_output(tensor)) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       note_copy(tensor, core.collective, "it shares memory with an output of the collective");
       dense = tensor.clone();

@@ -56,6 +56,7 @@ class TensorOperation {
  private:
   at::Tensor dense_output(const at::Tensor& tensor);
   at::Tensor dense_input(const at::Tensor& tensor);
+  bool overlaps_output(const at::Tensor& dense) const;
   std::vector<TensorView> split(const at::Tensor& dense, at::IntArrayRef rows, const char* what) const;
 
   // Storages and not tensors: a tensor that a thread of the core releases could take Python's lock.

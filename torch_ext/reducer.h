@@ -96,10 +96,11 @@ class Reducer : public torch::CustomClassHolder {
   // plan, which must be equal on all ranks.
   void open();
   c10::intrusive_ptr<Ballot> open_by_vote(int64_t process_set, const std::string& name, const std::string& what);
-  // Sets for each parameter after how many more accumulations its gradient is complete; with 0, `ready` reports it.
+  // Sets for each parameter after how many more accumulations its gradient is complete. With 0, `ready` reports it;
+  // with -1, it counts as complete, so that accumulations are counted only.
   void expect(const std::vector<int64_t>& accumulations);
-  // The parameters whose gradients autograd has accumulated again since they were complete.
-  std::vector<int64_t> accumulated_late() const;
+  // For each parameter, how often autograd has accumulated its gradient since it was complete.
+  std::vector<int64_t> further_accumulations() const;
   // Reports that the gradients of these parameters are complete.
   void ready(const std::vector<int64_t>& indices);
   // The parameters of the round that are not ready yet.

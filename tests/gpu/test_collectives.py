@@ -114,7 +114,26 @@ def collectives_body():
             dist.reduce_scatter(part, [block.clone() for block in inputs[rank].chunk(size)])
             torch.testing.assert_close(part, total[5 * rank : 5 * rank + 5], **close)
 
+            # Adjacent blocks, also with the output among them.
+            blocks = list(inputs[rank].clone().chunk(size))
+            part.zero_()
+            dist.reduce_scatter(part, blocks)
+            torch.testing.assert_close(part, total[5 * rank : 5 * rank + 5], **close)
+            dist.reduce_scatter(blocks[rank], blocks)
+            torch.testing.assert_close(blocks[rank], total[5 * rank : 5 * rank + 5], **close)
+
     checks("reduce and reduce_scatter", reductions)
+
+    def adjacent():
+        mine = [_values(torch, torch.float32, 6, 90 + r) for r in range(size)]
+        for in_place in (False, True):
+            whole = torch.zeros(size, 6, device="cuda")
+            blocks = list(whole.unbind())
+            blocks[rank].copy_(mine[rank])
+            dist.all_gather(blocks, blocks[rank] if in_place else mine[rank])
+            _equal(torch, whole, torch.stack(mine), "all_gather into adjacent blocks")
+
+    checks("adjacent blocks", adjacent)
 
     def uneven():
         outputs = [torch.empty(r + 1, device="cuda") for r in range(size)]

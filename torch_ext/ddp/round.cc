@@ -41,17 +41,15 @@ void Reducer::start_round() {
 void Reducer::expect(const std::vector<int64_t>& accumulations) {
   const std::lock_guard lock(mutex_);
   if (failure_) return;
-  TORCH_CHECK(mode_ == Mode::Reduced, "gradients were expected outside a round");
+  TORCH_CHECK(has_rounds_, "this reducer has no rounds: gradients are complete when a backward ends");
   TORCH_CHECK_VALUE(accumulations.size() == expected_.size(), "there are ", expected_.size(), " parameters, not ",
                     accumulations.size());
   expected_ = accumulations;
 }
 
-std::vector<int64_t> Reducer::accumulated_late() const {
+std::vector<int64_t> Reducer::further_accumulations() const {
   std::vector<int64_t> found;
-  for (std::size_t index = 0; index < expected_.size(); ++index) {
-    if (expected_[index] < kComplete) found.push_back(static_cast<int64_t>(index));
-  }
+  for (const auto expected : expected_) found.push_back(expected < kComplete ? kComplete - expected : 0);
   return found;
 }
 

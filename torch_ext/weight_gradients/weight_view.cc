@@ -211,6 +211,10 @@ at::Tensor WeightView::empty_gradient(int64_t elems, at::ScalarType type, c10::D
 }
 
 void WeightView::add_product(const at::Tensor& left, const at::Tensor& right) const {
+  // Products of sparse tensors have no form that writes into a tensor.
+  if (left.layout() != at::kStrided || right.layout() != at::kStrided) {
+    return add(left.dim() == 2 ? at::mm(left, right) : at::bmm(left, right));
+  }
   auto& total = parameter_.mutable_grad();
   const auto type = left.scalar_type();
   const auto wide = parameter_.scalar_type();

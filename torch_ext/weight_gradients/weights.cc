@@ -146,7 +146,8 @@ class Search {
     // scripts derive their classes from PyTorch's.
     if (node->name().find("Checkpoint") != std::string::npos) return false;
     stack_.emplace_back(node, true);
-    auto layer = layer_of(node, inputs_);
+    // A hook at the node itself may use the gradient that it returns.
+    auto layer = node->post_hooks().empty() ? layer_of(node, inputs_) : std::nullopt;
     for (std::size_t edge = 0; edge < node->num_outputs(); ++edge) {
       auto* child = node->next_edge(edge).function.get();
       if (child != nullptr && !(layer && layer->edge == edge)) visit(child, node);
@@ -243,7 +244,10 @@ void WeightGradients::end() {
 
 void WeightGradients::run() {
   pending_->held.clear();
-  for (const auto& product : std::exchange(pending_->products, {})) ProductHook::compute(product);
+  for (auto& product : std::exchange(pending_->products, {})) {
+    // Frees its tensors before the next one needs memory.
+    ProductHook::compute(std::exchange(product, nullptr));
+  }
 }
 
 namespace {
@@ -253,9 +257,13 @@ c10::intrusive_ptr<WeightGradients> make_weight_gradients(const std::vector<at::
   return c10::make_intrusive<WeightGradients>(roots, inputs);
 }
 
+// Whether other tensors have the same memory.
+bool shares_memory(const at::Tensor& tensor) { return tensor.has_storage() && tensor.storage().use_count() > 1; }
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(smd, m) {
+  m.def("shares_memory(Tensor tensor) -> bool");
   BoxedClass<WeightGradients>(m, "WeightGradients")
       .init<&make_weight_gradients>("Tensor[] roots, Tensor[] inputs")
       .def<&WeightGradients::size>("size() -> int")
@@ -264,5 +272,7 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def<&WeightGradients::end>("end() -> NoneType")
       .def<&WeightGradients::run>("run() -> NoneType");
 }
+
+TORCH_LIBRARY_IMPL(smd, CompositeExplicitAutograd, m) { m.impl("shares_memory", boxed<&shares_memory>()); }
 
 }  // namespace smd::torch_ext

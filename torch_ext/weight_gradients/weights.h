@@ -20,8 +20,8 @@ namespace smd::torch_ext {
 // - WGT-2: that is so if such a backward reaches the layer's node for another leaf, and if no other path leads to the
 //   weight. Otherwise its gradient would be counted twice, or not at all. If the weight's gradient is all that the node
 //   computes, as in an embedding, the weight is an input, and the hook passes no gradient on.
-// - WGT-3: a weight with hooks on its gradient, or on the path to it, is left to autograd, because a hook must see each
-//   gradient.
+// - WGT-3: a weight with hooks on its gradient, on the path to it, or on what the layer's node returns, is left to
+//   autograd, because a hook must see each gradient.
 // - WGT-4: where autocast has cast the weight, the product of the narrow tensors is added to a wide `.grad` without
 //   being rounded to the narrow type in between, if the device supports that.
 // - WGT-5: the inputs of a deferred product must not change. Autograd uses a leaf's first gradient as it is and adds

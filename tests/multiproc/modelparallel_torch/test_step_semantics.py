@@ -527,3 +527,54 @@ def _check_tensor_outside_of_modules(schedule):
 @pytest.mark.parametrize("schedule", ["simple", "zero_bubble"])
 def test_tensor_that_the_next_microbatch_changes(schedule):
     run_ranks(_check_tensor_outside_of_modules, 2, schedule, launcher=FORKED)
+
+
+def _check_shared_gradients(schedule, placed):
+    """The first gradient of a parameter is a view of the gradient of its stage's input, which is still to be sent."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    class Position(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, x):
+            return (x.squeeze(0) + self.table.view(16, 8)).unsqueeze(0)
+
+    smp.init({"partitions": 2, "microbatches": 6, "pipeline": schedule, "auto_partition": False,
+              "default_partition": 0})  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    whole = nn.Sequential(nn.Linear(8, 8), Position(), nn.Linear(8, 8), Position(), nn.Linear(8, 8))
+    alone = copy.deepcopy(whole)
+    for part, partition in zip(whole, placed, strict=True):
+        smp.set_partition(part, partition)
+    model = smp.DistributedModel(whole)
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).sin().sum())
+
+    for number in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        x = torch.randn(6, 16, 8, generator=torch.Generator().manual_seed(number))
+        step(model, x)
+        for piece in x.chunk(6):
+            (alone(piece).sin().sum() / 6).backward()
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("schedule", "placed"),
+    [("simple", (0, 0, 0, 1, 1)), ("interleaved", (0, 1, 0, 1, 0)), ("zero_bubble", (0, 1, 1, 0, 0))],
+)
+def test_gradients_of_inputs_that_share_memory_with_those_of_parameters(schedule, placed):
+    run_ranks(_check_shared_gradients, 2, schedule, placed, launcher=FORKED)

@@ -345,3 +345,27 @@ def test_a_backward_that_cannot_be_split_names_its_node():
     assert unsplit(table(torch.tensor([1])) + x) == ""
     layer.weight.register_hook(lambda gradient: gradient)
     assert unsplit(layer(x)) == "AddmmBackward0, weight of shape [5, 4]"
+
+
+def test_hooks_of_a_layers_node_see_the_gradient_of_the_weight():
+    table, x, weight = nn.Embedding(7, 4), torch.randn(3, 4), nn.Parameter(torch.randn(4, 5))
+    for output in (table(torch.tensor([1, 2, 1])), x @ weight):
+        output.grad_fn.register_hook(lambda inputs, _: tuple(None if each is None else 3 * each for each in inputs))
+        weights = _backward(output, torch.ones_like(output), deferred=True)
+        assert weights.size() == 0
+    torch.testing.assert_close(weight.grad, 3 * x.t() @ torch.ones(3, 5))
+    assert table.weight.grad[1].tolist() == [6.0] * 4
+
+
+def test_sparse_inputs_of_products():
+    dense = torch.randn(3, 4).relu()
+    for make in (lambda x: x.to_sparse(), lambda x: x.to_sparse_csr()):
+        weight = nn.Parameter(torch.randn(5, 4))
+        for _ in range(2):
+            weights = _backward(make(dense) @ weight.t(), torch.ones(3, 5), deferred=True)
+            weights.run()
+        torch.testing.assert_close(weight.grad, 2 * torch.ones(3, 5).t() @ dense)
+    batches, weight = torch.randn(2, 3, 4).relu(), nn.Parameter(torch.randn(2, 4, 5))
+    for _ in range(2):
+        _backward(torch.bmm(batches.to_sparse(), weight), torch.ones(2, 3, 5), deferred=True).run()
+    torch.testing.assert_close(weight.grad, 2 * batches.mT @ torch.ones(2, 3, 5))

@@ -55,7 +55,8 @@ def test_the_values_decide():
     assert not _reads(torch.full((2, 1, 1, 6), torch.nan))
 
 
-def test_a_mask_is_read_once_and_again_after_a_write(read):
+def test_a_mask_of_a_pipeline_is_read_once_and_again_after_a_write(read, monkeypatch):
+    monkeypatch.setattr(scores, "layers_drop_masks", lambda: True)
     mask = EMPTY.clone()
     assert _reads(mask)
     assert _reads(mask)
@@ -65,6 +66,19 @@ def test_a_mask_is_read_once_and_again_after_a_write(read):
     mask.zero_()
     assert _reads(mask)
     assert len(read) == 3
+
+
+def test_writes_that_no_version_shows_are_seen_without_partitions():
+    mask = EMPTY.clone()
+    assert _reads(mask)
+    mask.numpy()[0, 0, 0, 5] = -1e9
+    assert not _reads(mask)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 1, 6), (2, 1, 1, 5), (3, 1, 1, 6), (2, 1, 1, 1, 6)])
+def test_masks_of_other_shapes_are_kept(shape):
+    assert not scores.fits(torch.zeros(shape), 2, 6)
+    assert scores.fits(EMPTY, 2, 6)
 
 
 def test_a_mask_of_the_inference_mode_is_read_again(read):

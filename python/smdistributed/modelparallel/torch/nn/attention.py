@@ -14,6 +14,7 @@ from smdistributed.modelparallel.torch.nn.products import column_products
 from smdistributed.modelparallel.torch.nn.scores import (
     alibi_slopes,
     attend,
+    fits,
     layers_drop_masks,
     masks_nothing,
     may_read,
@@ -222,7 +223,7 @@ class DistributedAttentionLayer(DistributedModule):
             if layers_drop_masks():
                 note_unread(mask)
             return False
-        return masks_nothing(mask, query)
+        return fits(mask, query.shape[0], key.shape[-2]) and masks_nothing(mask, query)
 
     def _split(self, features: torch.Tensor) -> torch.Tensor:
         """Reshape ``[N, S, heads * size]`` to ``[N, heads, S, size]``."""

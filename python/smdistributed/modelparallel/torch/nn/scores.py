@@ -32,7 +32,7 @@ from smdistributed.modelparallel.torch.nn import layout, random
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import version_of
 
-#: For masks that were read, autograd's version at that time and whether they mask nothing.
+#: In pipelines, for masks that were read, autograd's version at that time and whether they mask nothing.
 _read = WeakTensorKeyDictionary()
 
 _REMEDY = "pass no `attention_mask` for batches without padding"
@@ -198,14 +198,29 @@ def masks_nothing(mask: torch.Tensor, activations: torch.Tensor) -> bool:
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         _note_bias(f"it has a mask in a CUDA graph, where values cannot be read ({_REMEDY})", mask)
         return False
+    # A mask of a pipeline belongs to its microbatch. Without partitions, a script may write to its own mask in ways
+    # that no version shows, and the stack reads it once in a forward.
+    if mask.is_inference() or not layers_drop_masks():
+        return not bool(mask.any())
     version = version_of(mask)
     known: tuple[int, bool] | None = _read.get(mask)
     if known is None or known[0] != version:
-        known = version, not bool(mask.any())
-        if not mask.is_inference():
-            # Tensors of the inference mode have no version.
-            _read[mask] = known
+        known = _read[mask] = version, not bool(mask.any())
     return known[1]
+
+
+def fits(mask: torch.Tensor, batch: int, columns: int) -> bool:
+    """Return whether a mask has a shape with which attention runs, whatever its values are.
+
+    Args:
+        mask: The mask.
+        batch: ``N``.
+        columns: Number of attended tokens.
+
+    Returns:
+        Whether it is ``[1 or N, .., .., 1 or columns]``.
+    """
+    return mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[3] in (1, columns)
 
 
 def without_empty(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -218,9 +233,12 @@ def without_empty(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tens
     Returns:
         The same, or the result of :func:`layout.with_shape` without a mask if it masks nothing.
     """
-    if layout.without_shape(mask) is None or mask is None or not masks_nothing(mask, hidden):
+    if layout.without_shape(mask) is None or mask is None:
         return mask
-    return layout.with_shape(None, hidden, *layout.shape_of(hidden, mask))
+    shape = layout.shape_of(hidden, mask)
+    if not fits(mask, *shape) or not masks_nothing(mask, hidden):
+        return mask
+    return layout.with_shape(None, hidden, *shape)
 
 
 def note_unread(mask: torch.Tensor) -> None:

@@ -3,18 +3,19 @@
 - GRA-1: a gradient is reduced when the last microbatch has left all stages that contribute to it. Buckets and their
   order follow from the parameters alone, so replicas whose bodies differ only overlap less.
 - GRA-2: with one partition, a gradient is complete when the last backward of the last microbatch has accumulated it.
-  Which backward is the last one is known from the step before, which must have changed no gradient afterwards. If a
-  body then computes more gradients than in the step before, the step fails.
+  Which backward is the last one is known from an earlier call of the step function that changed no gradient afterwards.
+  If a body then does change gradients, they are averaged again at the end of the step, on all replicas: the average of
+  an average and a later gradient is the average of both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -163,11 +164,33 @@ class GradientReducer:
         """End that backward; return whether it accumulated no gradient more often."""
         if not self._reduces:
             return True
-        is_complete = not self._reducer.accumulated_late()
+        is_as_expected = not any(self._reducer.further_accumulations())
         self._reducer.expect([0] * len(self._parameters))
         missing = set(self._reducer.missing())
         self._ready = {place for place in range(len(self._parameters)) if place not in missing}
-        return is_complete
+        return is_as_expected
+
+    def begin_counting(self) -> None:
+        """Begin to count how often autograd accumulates each gradient."""
+        if self._reducer is not None:
+            self._reducer.expect([-1] * len(self._parameters))
+
+    def end_counting(self) -> dict[int, int] | None:
+        """Return the counts by the parameter's id; ``None`` before the first reduction."""
+        if self._reducer is None:
+            return None
+        counts = self._reducer.further_accumulations()
+        self._reducer.expect([0] * len(self._parameters))
+        return {id(each): count for each, count in zip(self._parameters, counts, strict=True)}
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the last step reduced gradients, and did not only accumulate them."""
+        return not self._accumulated
+
+    def reduce_again(self) -> None:
+        """Reduce the gradients of a step once more."""
+        self._reduce_all()
 
     def _is_reducing_step(self) -> bool:
         """Count a step; return whether it reduces gradients."""
@@ -253,86 +276,87 @@ def warn_of_sums() -> None:
 
 
 class BackwardOverlap:
-    """Chooses the backward during which gradients are reduced, and waits for their reduction."""
+    """Chooses the backwards during which gradients are reduced (GRA-2)."""
 
     def __init__(self) -> None:
-        #: Number of backwards in the last microbatch of the step before; 0 if gradients were changed after them.
-        self._expected = 0
-        #: For each parameter's id, how often the last of these backwards accumulated its gradient.
-        self._accumulations: Counter[int] = Counter()
+        #: By step function, what the last microbatch of its last call did.
+        self._expectations: weakref.WeakKeyDictionary[Any, ExpectedBackwards] = weakref.WeakKeyDictionary()
+        self._step: Any = None
         self._calls = 0
+        self._accumulations: dict[int, int] | None = None
         self._begun: list[GradientReducer] = []
         #: The parameters, and their gradients when the latest backward of the last microbatch had ended.
         self._after: tuple[list[torch.Tensor], GradientSnapshot] | None = None
 
-    def begin_step(self) -> None:
-        """Begin a step, also after one that has failed."""
-        self._calls, self._begun, self._after = 0, [], None
+    def begin_step(self, step: Any) -> None:
+        """Begin a call of a step function, also after one that has failed."""
+        self._step, self._calls, self._accumulations, self._begun, self._after = step, 0, None, [], None
 
     def backward(self, run: Callable[[], None], reducers: Reducers) -> None:
         """Run a backward of the last microbatch; if it is the last one, reduce its gradients as they become complete.
 
         Raises:
-            SMPUsageError: Gradients are in reduction already.
+            SMPUsageError: A gradient was accumulated more often than in the step before.
         """
-        if self._begun:
-            self._refuse()
         self._calls += 1
-        parameters = [parameter for _, named in reducers for _, parameter in named]
-        if self._calls == self._expected:
+        if self._begun:
+            # Its gradients are reduced at the end of the step.
+            run()
+            return
+        expected = self._expectations.get(self._step)
+        if expected is not None and self._calls == expected.calls:
             for reducer, named in reducers:
-                reducer.begin_backward(named, self._accumulations)
+                reducer.begin_backward(named, expected.accumulations)
                 self._begun.append(reducer)
             run()
-            if not all(reducer.end_backward() for reducer in self._begun):
-                self._refuse()
+            is_as_expected = [reducer.end_backward() for reducer in self._begun]
+            if not all(is_as_expected):
+                raise SMPUsageError(
+                    "a layer in several checkpoints with `use_reentrant=True` was used more often than in the step "
+                    "before, while its gradient was reduced: pass `overlapping_allreduce=False` to "
+                    "`smp.DistributedModel`"
+                )
+            for reducer in self._begun:
+                reducer.finish()
         else:
-            with _counting_accumulations(parameters) as self._accumulations:
-                run()
+            for reducer, _ in reducers:
+                reducer.begin_counting()
+            run()
+            counts = [reducer.end_counting() for reducer, _ in reducers]
+            known = [each for each in counts if each is not None]
+            self._accumulations = dict(ChainMap(*known)) if len(known) == len(counts) else None
+        parameters = [parameter for _, named in reducers for _, parameter in named]
         self._after = parameters, GradientSnapshot(parameters)
 
-    def end_step(self) -> bool:
-        """Wait for the reductions that have begun; return whether there are any.
-
-        Raises:
-            SMPUsageError: The body has changed gradients after they were reduced.
-        """
-        has_changed = self._after is None or self._after[1].has_changed(self._after[0])
-        if self._begun and has_changed:
-            self._refuse()
-        self._expected = 0 if has_changed else self._calls
-        for reducer in self._begun:
-            reducer.finish()
-        return bool(self._begun)
+    def end_step(self) -> tuple[bool, bool]:
+        """End a step; return whether gradients were reduced, and whether the body has changed them afterwards."""
+        # Drops the gradients.
+        after, self._after = self._after, None
+        has_changed = after is None or after[1].has_changed(after[0])
+        if has_changed:
+            self._expectations.pop(self._step, None)
+        elif self._accumulations is not None:
+            self._expectations[self._step] = ExpectedBackwards(self._calls, self._accumulations)
+        return bool(self._begun), has_changed
 
     def cancel(self) -> None:
-        """End a failed step: the reductions fail on the other replicas, too."""
+        """End a failed step: reductions that have begun fail on the other replicas, too."""
         for reducer in self._begun:
             reducer.cancel()
-        self._expected, self._begun = 0, []
-
-    def _refuse(self) -> NoReturn:
-        raise SMPUsageError(
-            "the body of a `smp.step` function computes or changes gradients after the backward with which it ended in "
-            "the step before, and during which gradients are reduced: if steps differ in this, pass "
-            "`overlapping_allreduce=False` to `smp.DistributedModel`"
-        )
+        self._expectations.pop(self._step, None)
+        self.begin_step(None)
 
 
-@contextlib.contextmanager
-def _counting_accumulations(parameters: Sequence[torch.Tensor]) -> Iterator[Counter[int]]:
-    """Return a context that counts, by the id of the parameter, how often autograd accumulates gradients."""
-    counts: Counter[int] = Counter()
+class ExpectedBackwards(NamedTuple):
+    """The backwards of a step's last microbatch.
 
-    def count(parameter: torch.Tensor) -> None:
-        counts[id(parameter)] += 1
+    Attributes:
+        calls: Their number.
+        accumulations: By a parameter's id, how often the last of them accumulates its gradient.
+    """
 
-    hooks = [each.register_post_accumulate_grad_hook(count) for each in parameters if each.requires_grad]
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
+    calls: int
+    accumulations: Mapping[int, int]
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

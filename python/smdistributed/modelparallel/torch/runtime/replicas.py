@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch.join import TRAINING, Join
@@ -138,17 +139,17 @@ class Replicas:
         assert isinstance(self._reducer, GradientReducer)
         self._reducer.join_shadow(model.local_named_parameters())
 
-    def begin_step_alone(self) -> None:
-        """Begin a step with one partition."""
+    def begin_step_alone(self, step: Hashable) -> None:
+        """Begin a call of a step function with one partition."""
         if self._overlap is not None:
-            self._overlap.begin_step()
+            self._overlap.begin_step(step)
 
     def run_last_backward(self, model: DistributedModel, run: Callable[[], None]) -> None:
         """Run a backward of the last microbatch of a step with one partition, and reduce its gradients (GRA-2)."""
-        if self._overlap is None or self.join_context is not None:
+        if self._active_overlap is None:
             run()
         else:
-            self._overlap.backward(run, cast("list[tuple[GradientReducer, Any]]", self._reducers(model)))
+            self._active_overlap.backward(run, cast("list[tuple[GradientReducer, Any]]", self._reducers(model)))
 
     def cancel_step_alone(self) -> None:
         """End a failed step with one partition."""
@@ -157,10 +158,28 @@ class Replicas:
 
     def reduce(self, model: DistributedModel) -> None:
         """Reduce all gradients that are not reduced yet, after a step with one partition."""
-        if self._overlap is not None and self._overlap.end_step():
+        overlap = self._active_overlap
+        is_reduced, has_changed = (False, False) if overlap is None else overlap.end_step()
+        if not is_reduced:
+            for reducer, parameters in self._reducers(model):
+                reducer.reduce(parameters)
+        if overlap is None or not all(reducer.has_reduced for reducer in self._gradient_reducers()):
             return
-        for reducer, parameters in self._reducers(model):
-            reducer.reduce(parameters)
+        # A body may have changed gradients after they were reduced (GRA-2).
+        late = torch.tensor([int(is_reduced and has_changed)], dtype=torch.int32, device="cpu")
+        dist.all_reduce(late, ReduceOp.MAX, self._group)
+        if late.item():
+            for reducer in self._gradient_reducers():
+                reducer.reduce_again()
+
+    @property
+    def _active_overlap(self) -> BackwardOverlap | None:
+        """What reduces gradients during backwards; ``None`` in ``model.join()``, and with a communication hook."""
+        has_hook = self._reducer is not None and self._reducer.hook is not None
+        return None if has_hook or self.join_context is not None else self._overlap
+
+    def _gradient_reducers(self) -> list[GradientReducer]:
+        return [each for each in (self._reducer, self._rdp_reducer) if isinstance(each, GradientReducer)]
 
     def _reducers(
         self, model: DistributedModel

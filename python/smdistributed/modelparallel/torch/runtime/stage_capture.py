@@ -306,8 +306,10 @@ class StageCapture:
             parameters: The parameters and buffers of all ranks.
         """
         self._free = {}
+        if not any(stage.has_backward for stage in mb.stage_graph.stages):
+            return
         self._prepare(key, version, actions, mb, parameters)
-        if not self._free and any(stage.has_backward for stage in mb.stage_graph.stages):
+        if not self._free and any(action[0] in ("B", "I") for action in actions):
             _core.note_fallback("without_cuda_graph")
 
     def _prepare(

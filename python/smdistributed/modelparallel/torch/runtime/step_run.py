@@ -80,7 +80,7 @@ class StepRun:
     def run_alone(self, calls: Sequence[Call]) -> list[Any]:
         """Run the body once for each microbatch on a single partition, and return the outputs."""
         replicas = self._model.replicas
-        replicas.begin_step_alone()
+        replicas.begin_step_alone(self._step)
         try:
             return self._run_alone(calls)
         except BaseException:
