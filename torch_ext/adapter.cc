@@ -155,7 +155,7 @@ void TensorOperation::write_blocks(at::TensorList tensors) {
 
 void TensorOperation::read_blocks(at::TensorList tensors) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  // An input that shares memory with an output is copied, so that the others no longer lie beside it.
+  // `read` copies an input that shares memory with an output. The copy is not adjacent to the other inputs.
   const auto is_written = [&](const at::Tensor& tensor) { return overlaps_output(tensor); };
   if (!make_a_row(tensors) || (are_adjacent(tensors) && std::none_of(tensors.begin(), tensors.end(), is_written))) {
     for (const auto& tensor : tensors) read(tensor);

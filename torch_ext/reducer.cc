@@ -259,7 +259,6 @@ TORCH_LIBRARY_FRAGMENT(smd, m) {
       .def<&Reducer::open_by_vote>(
           "open_by_vote(int process_set, str name, str what) -> __torch__.torch.classes.smd.Ballot")
       .def<&Reducer::expect>("expect(int[] accumulations) -> NoneType")
-      .def<&Reducer::further_accumulations>("further_accumulations() -> int[]")
       .def<&Reducer::ready>("ready(int[] indices) -> NoneType")
       .def<&Reducer::missing>("missing() -> int[]")
       .def<&Reducer::close>("close() -> NoneType")

@@ -96,11 +96,8 @@ class Reducer : public torch::CustomClassHolder {
   // plan, which must be equal on all ranks.
   void open();
   c10::intrusive_ptr<Ballot> open_by_vote(int64_t process_set, const std::string& name, const std::string& what);
-  // Sets for each parameter after how many more accumulations its gradient is complete. With 0, `ready` reports it;
-  // with -1, it counts as complete, so that accumulations are counted only.
+  // Sets for each parameter after how many more accumulations its gradient is complete; with 0, `ready` reports it.
   void expect(const std::vector<int64_t>& accumulations);
-  // For each parameter, how often autograd has accumulated its gradient since it was complete.
-  std::vector<int64_t> further_accumulations() const;
   // Reports that the gradients of these parameters are complete.
   void ready(const std::vector<int64_t>& indices);
   // The parameters of the round that are not ready yet.
@@ -220,13 +217,11 @@ class Reducer : public torch::CustomClassHolder {
   // Whether the entered backward accumulates gradients, unlike `torch.autograd.grad`.
   bool accumulates_ = false;
   bool has_hooks_ = true;
-  // In a round, for each parameter: the accumulations that are still to come; `kComplete` after the last one, and less
-  // after others.
-  static constexpr int64_t kComplete = -1;
+  // In a round: for each parameter, the accumulations that are still to come, and the gradients in host memory that are
+  // ready, which the script may release.
   std::vector<int64_t> expected_;
   // The error that has ended the round; `close` throws it.
   std::exception_ptr failure_;
-  // The gradients in host memory that are ready in a round, and which the script may release.
   std::vector<at::Tensor> held_;
   bool places_ = false;
   StepTimes times_;

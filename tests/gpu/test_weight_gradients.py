@@ -1,11 +1,11 @@
-"""Gradients of weights apart from the rest of a backward, on a GPU, and gradients that are reduced during a backward."""
+"""Gradients of weights apart from the rest of a backward, and attention masks, on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 
 from support import devices, run_ranks
-from support.devices import NUM_RANKS, needs_four, needs_one
+from support.devices import needs_four, needs_one
 
 pytestmark = [pytest.mark.timeout(200), needs_one]
 
@@ -57,58 +57,6 @@ def _uses_body():
 
 def test_uses_of_a_weight_have_their_gradient_later():
     assert run_ranks(_uses_body, 1, timeout=100) == [[]]
-
-
-def _check_overlap():
-    """Trains with one partition on all ranks, and compares with one process."""
-    import copy
-
-    import torch
-    from torch import nn
-
-    import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
-
-    torch.cuda.set_device(devices.own())
-    early = []
-    original = GradientReducer.end_backward
-
-    def end_backward(self):
-        result = original(self)
-        early.append(len(self._ready))
-        return result
-
-    GradientReducer.end_backward = end_backward
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(700, 700), nn.Tanh()))).double().cuda()
-    alone = copy.deepcopy(whole)
-    smp.init({"microbatches": 2, "ddp": True})
-    model = smp.DistributedModel(whole, bucket_cap_mb=4)
-    optimizers = [
-        smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5)), torch.optim.SGD(alone.parameters(), 0.5)
-    ]  # fmt: skip
-
-    @smp.step
-    def step(model, x):
-        model.backward(model(x).square().mean())
-
-    for number in range(5):
-        x = torch.randn(
-            smp.dp_size(), 8, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
-        ).cuda()
-        step(model, x[smp.dp_rank()])
-        alone(x.flatten(0, 1)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(model.local_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    # The second step counts accumulations.
-    assert early == [12] * 3, early
-
-
-def test_gradients_that_are_reduced_during_the_backward_equal_one_process():
-    run_ranks(_check_overlap, NUM_RANKS, timeout=150)
 
 
 def _check_masks(partitions):

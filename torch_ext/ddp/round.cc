@@ -41,16 +41,10 @@ void Reducer::start_round() {
 void Reducer::expect(const std::vector<int64_t>& accumulations) {
   const std::lock_guard lock(mutex_);
   if (failure_) return;
-  TORCH_CHECK(has_rounds_, "this reducer has no rounds: gradients are complete when a backward ends");
+  TORCH_CHECK(mode_ == Mode::Reduced, "gradients were expected outside a round");
   TORCH_CHECK_VALUE(accumulations.size() == expected_.size(), "there are ", expected_.size(), " parameters, not ",
                     accumulations.size());
   expected_ = accumulations;
-}
-
-std::vector<int64_t> Reducer::further_accumulations() const {
-  std::vector<int64_t> found;
-  for (const auto expected : expected_) found.push_back(expected < kComplete ? kComplete - expected : 0);
-  return found;
 }
 
 void Reducer::place_in_backward() {
@@ -71,10 +65,7 @@ void Reducer::place_in_backward() {
 void Reducer::on_accumulated(std::size_t index, const torch::autograd::variable_list& incoming) {
   place_in_backward();
   // Without a gradient, autograd accumulates nothing and calls no hook of the script.
-  if (!incoming[0].defined()) return;
-  if (expected_[index] < 0) --expected_[index];
-  if (expected_[index] <= 0 || --expected_[index] > 0) return;
-  expected_[index] = kComplete;
+  if (!incoming[0].defined() || expected_[index] == 0 || --expected_[index] > 0) return;
   // A gradient that a hook has set to none takes no part.
   if (watched_[index].parameter.tensor.grad().defined()) place_gradients({index}, incoming[0]);
 }

@@ -35,8 +35,8 @@ class WeightGradients : public torch::CustomClassHolder {
 
   // The number of layers. If it is 0, backward is unchanged.
   int64_t size() const { return size_; }
-  // If most elements of matrices have their gradients computed within the backward, the autograd node that computes the
-  // largest of them, and its shape; otherwise empty.
+  // The autograd node that prevents the split; or, if most elements of matrices get their gradients within the
+  // backward, the node of the largest one and its shape; otherwise empty.
   const std::string& unsplit_node() const { return unsplit_node_; }
   // Prepares a backward; returns the leaves to pass as its inputs. Products are computed during the backward, or by
   // `run` if `later`.

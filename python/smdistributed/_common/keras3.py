@@ -72,8 +72,8 @@ def note_without_xla(reason: str) -> None:
     _reasons.add(reason)
     warnings.warn(
         f"Keras would compile the step with XLA (`jit_compile='auto'`), but does not, because {reason}. Parts of the "
-        "model can be compiled by `tf.function(.., jit_compile=True)` in a layer; `jit_compile=False` of `compile` "
-        "omits this warning",
+        "model can be compiled by `tf.function(.., jit_compile=True)` in a layer; pass `jit_compile=False` to "
+        "`compile` to silence this warning",
         stacklevel=3,
     )
 

@@ -117,14 +117,14 @@ REMEDIES = {
     "copied_tensor": "a warning shows the tensor; pass contiguous tensors, and separate inputs and outputs",
     "recorded_before_run": "a warning names what the body of the step does",
     "unlike_microbatches": "let all microbatches of a step make the same calls",
-    "backward_not_split": "a warning names the layer; use `interleaved`, or layers that are not compiled",
+    "backward_not_split": "a warning names the autograd node; use `interleaved`, or layers that are not compiled",
     "without_cuda_graph": "a warning names what cannot be captured",
     "undivided_module": "a warning names the module and the error; `smp.set_partition` divides it by hand",
     "without_prefetch": "raise `sdp_max_live_parameters` to the value in the warning",
     "reduced_after_backward": "a warning names the setting because of which gradients wait for the end of the step",
     "dense_attention_bias": "a warning names the mask; pass none where nothing is masked",
     "without_xla": "a warning names the model; compile it without XLA, or use `smdistributed.modelparallel`",
-    "far_stores": "bind the ranks of a host to cores that share a cache, if it has such: `taskset`, `numactl`",
+    "far_stores": "bind the ranks of a host to cores that share a cache, if there are any: `taskset`, `numactl`",
     "unaligned_tensor": "pass tensors that begin at a multiple of 16 bytes",
 }
 

@@ -81,8 +81,8 @@ pub(super) fn note_far(slowdown: f32, is_first: bool) {
     if is_first {
         WARNED.call_once(|| {
             tracing::warn!(
-                "the cores on which ranks of this host run share no cache: memory that another rank has read takes \
-                 {slowdown:.1} times as long to write as memory past the caches, so collectives are slower than on cores \
+                "the cores on which ranks of this host run share no cache: writing memory that another rank has \
+                 read takes {slowdown:.1} times as long as writing around the caches, so collectives are slower than on cores \
                  that share one. Bind the ranks to such cores if the machine has them; in a virtual machine, its host \
                  decides"
             );

@@ -108,7 +108,7 @@ pub enum Fallback {
     DenseAttentionBias = 14,
     /// Keras compiled a step without XLA.
     WithoutXla = 15,
-    /// GPUs loaded a large tensor number by number, because it begins inside of a vector.
+    /// GPUs loaded a large tensor element by element, because it begins inside of a vector.
     UnalignedTensor = 16,
     /// The cores of a host's ranks were found to share no cache.
     FarStores = 17,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -192,8 +193,10 @@ def _backward_body(torch, smp):
 
 
 def _warning_body(torch, smp):
-    """The warning that gradients are sums over microbatches appears once."""
+    """The warnings that gradients are sums over microbatches, and that they are reduced late, appear once."""
+    from smdistributed import _core
     from smdistributed.modelparallel.torch.runtime.gradients import warn_of_sums
+    from smdistributed.modelparallel.torch.runtime.replicas import _warn_of_one_partition
 
     smp.init({"microbatches": 2, "ddp": True})
     model = smp.DistributedModel(torch.nn.Linear(2, 1))
@@ -202,10 +205,17 @@ def _warning_body(torch, smp):
     def train(model, x):
         model(x).sum().backward()
 
+    def late_reductions():
+        return dict(_core.running_fallbacks(os.getpid())[0][2])["reduced_after_backward"]
+
+    before = late_reductions()
     warn_of_sums.cache_clear()
+    _warn_of_one_partition.cache_clear()
     with pytest.warns(UserWarning, match="summed over microbatches") as found:
         train(model, torch.ones(2, 2))
-    assert [each.filename for each in found] == [__file__]
+    assert [each.filename for each in found] == [__file__] * 2
+    assert "reduced when a step has ended, not during its backward" in str(found[1].message)
+    assert late_reductions() == before + 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, torch.ones(2, 2))

@@ -29,7 +29,7 @@ EFFECTIVE = {
     "auto_partition": (_TORCH + "test_features.py", "auto_partition"),
     "bf16": (_TORCH + "test_precision.py", "bf16"),
     "cuda_graphs": ("gpu/test_cuda_graphs.py", "cuda_graphs"),
-    "ddp": (_TORCH + "replicas/test_replicas.py", '"ddp"'),
+    "ddp": (_TORCH + "test_replicas.py", '"ddp"'),
     "ddp_dist_backend": (_TORCH + "test_features.py", "ddp_dist_backend"),
     "ddp_port": (_TORCH + "test_features.py", "ddp_port"),
     "default_partition": (_TORCH + "test_features.py", "default_partition"),
@@ -71,9 +71,9 @@ EFFECTIVE_ARGUMENTS = {
     "module": (_TORCH + "test_features.py", "DistributedModel"),
     "trace_execution_times": ("unit/modelparallel/test_every_key.py", "trace_execution_times"),
     "overlapping_allreduce": (_TORCH + "test_features.py", "overlapping_allreduce"),
-    "backward_passes_per_step": (_TORCH + "replicas/test_replicas.py", "backward_passes_per_step"),
+    "backward_passes_per_step": (_TORCH + "test_replicas.py", "backward_passes_per_step"),
     "average_grads_across_microbatches": ("unit/modelparallel/test_every_key.py", "average_grads_across_microbatches"),
-    "bucket_cap_mb": (_TORCH + "replicas/test_replicas.py", "bucket_cap_mb"),
+    "bucket_cap_mb": (_TORCH + "test_replicas.py", "bucket_cap_mb"),
     "broadcast_buffers": (_TORCH + "test_optimizer_sharding.py", "broadcast_buffers"),
 }
 ARGUMENTS_WITHOUT_EFFECT = {

@@ -113,7 +113,7 @@ _CONDITIONAL_ARGUMENTS = {
     "bucket_cap_mb": 25,
     "broadcast_buffers": True,
 }
-#: Those that say how gradients are reduced if parameters and states are whole.
+#: Arguments that configure the reduction of unsharded gradients.
 _OF_WHOLE_GRADIENTS = ("overlapping_allreduce", "bucket_cap_mb")
 
 

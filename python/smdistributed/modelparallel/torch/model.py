@@ -57,8 +57,8 @@ class DistributedModel(nn.Module):
         trace_device: ``"cpu"`` is ignored with a warning: the trace takes no memory of any device.
         trace_execution_times: Whether the execution times of modules are measured for the partition, instead of
         estimated.
-        overlapping_allreduce: With ``ddp``, whether gradients are reduced as they become complete, during the last
-            backward of a step, and not at the end of the step.
+        overlapping_allreduce: With ``ddp`` and several partitions, whether gradients are reduced as they become
+            complete. With one partition, they are reduced at the end of the step, with a warning.
         backward_passes_per_step: With ``ddp``, the number of steps with a backward after which gradients are reduced.
         average_grads_across_microbatches: Whether gradients are averaged or summed over microbatches.
         bucket_cap_mb: With ``ddp``, the size of the buckets in which gradients are reduced, in MiB.
@@ -427,7 +427,7 @@ class DistributedModel(nn.Module):
                 torch.full_like(tensor, scale) if gradient is None else gradient * scale
                 for tensor, gradient in zip(tensors, gradients, strict=True)
             ]
-        (torch.autograd.backward if run is None else run.backward_alone)(tensors, gradients)
+        torch.autograd.backward(tensors, gradients)
 
     def _call_post_step_hooks(self) -> None:
         """Call the hooks of :meth:`register_post_step_hook`, each once."""

@@ -75,10 +75,12 @@ def test_writes_that_no_version_shows_are_seen_without_partitions():
     assert not _reads(mask)
 
 
-@pytest.mark.parametrize("shape", [(2, 6), (2, 1, 6), (2, 1, 1, 5), (3, 1, 1, 6), (2, 1, 1, 1, 6)])
+@pytest.mark.parametrize(
+    "shape", [(2, 6), (2, 1, 6), (2, 1, 1, 5), (3, 1, 1, 6), (2, 3, 1, 6), (2, 1, 5, 6), (2, 1, 1, 1, 6)]
+)
 def test_masks_of_other_shapes_are_kept(shape):
-    assert not scores.fits(torch.zeros(shape), 2, 6)
-    assert scores.fits(EMPTY, 2, 6)
+    assert not scores.has_attention_shape(torch.zeros(shape), 2, 6, 6)
+    assert scores.has_attention_shape(EMPTY, 2, 6, 6)
 
 
 def test_a_mask_of_the_inference_mode_is_read_again(read):

@@ -14,7 +14,7 @@ from smdistributed.modelparallel.torch.nn.products import column_products
 from smdistributed.modelparallel.torch.nn.scores import (
     alibi_slopes,
     attend,
-    fits,
+    has_attention_shape,
     layers_drop_masks,
     masks_nothing,
     may_read,
@@ -223,7 +223,8 @@ class DistributedAttentionLayer(DistributedModule):
             if layers_drop_masks():
                 note_unread(mask)
             return False
-        return fits(mask, query.shape[0], key.shape[-2]) and masks_nothing(mask, query)
+        shape = query.shape[0], query.shape[-2], key.shape[-2]
+        return has_attention_shape(mask, *shape) and masks_nothing(mask, query)
 
     def _split(self, features: torch.Tensor) -> torch.Tensor:
         """Reshape ``[N, S, heads * size]`` to ``[N, heads, S, size]``."""

@@ -32,7 +32,7 @@ from smdistributed.modelparallel.torch.nn import layout, random
 from smdistributed.modelparallel.torch.state import state
 from smdistributed.modelparallel.torch.tracing.remote_tensor import version_of
 
-#: In pipelines, for masks that were read, autograd's version at that time and whether they mask nothing.
+#: For each mask that a pipeline has read: its version at that time, and whether it masks nothing.
 _read = WeakTensorKeyDictionary()
 
 _REMEDY = "pass no `attention_mask` for batches without padding"
@@ -198,8 +198,8 @@ def masks_nothing(mask: torch.Tensor, activations: torch.Tensor) -> bool:
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         _note_bias(f"it has a mask in a CUDA graph, where values cannot be read ({_REMEDY})", mask)
         return False
-    # A mask of a pipeline belongs to its microbatch. Without partitions, a script may write to its own mask in ways
-    # that no version shows, and the stack reads it once in a forward.
+    # Only pipelines cache the result, because their masks belong to one microbatch. A script can write to its own mask
+    # without a new version (NumPy, `.data`), so each forward reads it.
     if mask.is_inference() or not layers_drop_masks():
         return not bool(mask.any())
     version = version_of(mask)
@@ -209,18 +209,22 @@ def masks_nothing(mask: torch.Tensor, activations: torch.Tensor) -> bool:
     return known[1]
 
 
-def fits(mask: torch.Tensor, batch: int, columns: int) -> bool:
-    """Return whether a mask has a shape with which attention runs, whatever its values are.
+def has_attention_shape(mask: torch.Tensor, batch: int, rows: int | None, columns: int) -> bool:
+    """Return whether attention of all heads could add the mask to its scores.
 
     Args:
         mask: The mask.
         batch: ``N``.
+        rows: Number of attending tokens; ``None`` if it is not known.
         columns: Number of attended tokens.
 
     Returns:
-        Whether it is ``[1 or N, .., .., 1 or columns]``.
+        Whether it is ``[1 or N, 1, 1 or rows, 1 or columns]``.
     """
-    return mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[3] in (1, columns)
+    wanted = (batch, 1, rows, columns)
+    return mask.dim() == 4 and all(
+        size == 1 or end in (size, None) for size, end in zip(mask.shape, wanted, strict=True)
+    )
 
 
 def without_empty(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -236,7 +240,7 @@ def without_empty(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tens
     if layout.without_shape(mask) is None or mask is None:
         return mask
     shape = layout.shape_of(hidden, mask)
-    if not fits(mask, *shape) or not masks_nothing(mask, hidden):
+    if not has_attention_shape(mask, shape[0], None, shape[1]) or not masks_nothing(mask, hidden):
         return mask
     return layout.with_shape(None, hidden, *shape)
 

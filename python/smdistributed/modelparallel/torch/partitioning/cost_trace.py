@@ -258,7 +258,7 @@ def _failures_are_tried(recorder: _Recorder) -> Iterator[None]:
     """Run a module on random values if it cannot run on fake tensors.
 
     The module then stays in one partition (PROBE-1), which the assignment reports. A forward may fail with any error:
-    with PyTorch's own for reads of values, with those of operators and of libraries for tensors without memory.
+    PyTorch raises its own where values are read; operators and libraries raise others for tensors without memory.
     """
     original = nn.Module.__call__
 

@@ -358,8 +358,8 @@ class Executor:
                 if leaf.grad is None:
                     gradients.append(leaf.zeros() if isinstance(leaf, StageBoundary) else torch.zeros_like(leaf))
                 else:
-                    # Autograd takes over a first gradient as it is, also if it is a view of one to which a parameter
-                    # adds its later gradients in place.
+                    # A first gradient is stored without a copy and may share memory with a parameter's `.grad`, to
+                    # which later microbatches add in place.
                     gradients.append(leaf.grad.clone() if torch.ops.smd.shares_memory(leaf.grad) else leaf.grad)
             self._return_gradients(mb, number, producer, values, gradients)
 

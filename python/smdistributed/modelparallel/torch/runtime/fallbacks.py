@@ -81,10 +81,9 @@ def note_unsplit_backward(node: str) -> None:
         return
     _unsplit.add(node)
     text = (
-        "`zero_bubble` computes gradients of weights later than those of inputs, but most of a stage's weights have "
-        f"theirs computed by autograd at once ({node}), so other ranks wait for both. Layers that are compiled, "
-        "checkpointed with `use_reentrant=True`, or autograd functions of their own cannot be split, nor weights with "
-        "hooks"
+        "`zero_bubble` could not split most of a stage's backward: autograd computes the gradients of these weights "
+        f"together with those of inputs ({node}), so other ranks wait for both. Compiled layers, checkpoints with "
+        "`use_reentrant=True`, custom autograd functions and weights with hooks cannot be split"
     )
     warnings.warn(text, stacklevel=script_level())
 

@@ -2,35 +2,26 @@
 
 - GRA-1: a gradient is reduced when the last microbatch has left all stages that contribute to it. Buckets and their
   order follow from the parameters alone, so replicas whose bodies differ only overlap less.
-- GRA-2: with one partition, a gradient is complete when the last backward of the last microbatch has accumulated it.
-  Which backward is the last one is known from an earlier call of the step function that changed no gradient afterwards.
-  If a body then does change gradients, they are averaged again at the end of the step, on all replicas: the average of
-  an average and a later gradient is the average of both.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-import weakref
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.dataparallel.torch.parallel.comm_hooks import AVERAGE, CommHook
-from smdistributed.modelparallel.exceptions import SMPUsageError
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.runtime.stage_graph import StageGraph
 
 Named = Iterable[tuple[str, torch.Tensor]]
-#: Reducers, each with its parameters and their names.
-Reducers = Sequence[tuple["GradientReducer", Sequence[tuple[str, torch.Tensor]]]]
 
 
 class GradientReducer:
@@ -41,14 +32,10 @@ class GradientReducer:
         bucket_cap_mb: The size of a bucket.
         overlapping: Whether buckets start before the last backward has ended.
         passes: Number of steps with a backward after which gradients are reduced.
-        has_stages: Whether the end of stages determines when a gradient is complete, and not autograd (GRA-2).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int, has_stages: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float, overlapping: bool, passes: int) -> None:
         self._group, self._bucket_bytes, self._overlapping = group, int(bucket_cap_mb * (1 << 20)), overlapping
-        self._has_stages = has_stages
         self._passes, self._steps = passes, 0
         #: Whether the next step reduces gradients; ``None``: as ``passes`` says.
         self.reduces_next: bool | None = None
@@ -148,50 +135,6 @@ class GradientReducer:
             self._update_reducer(parameters)
             self._reduce_all()
 
-    def begin_backward(self, parameters: Named, accumulations: Mapping[int, int]) -> None:
-        """Begin to reduce the gradients that a backward accumulates, unless this step only accumulates (GRA-2).
-
-        ``accumulations`` has, by the parameter's id, how often the backward accumulates its gradient.
-        """
-        self._ready, self._reduces = set(), self._is_reducing_step()
-        self._accumulated = not self._reduces
-        if self._reduces:
-            self._update_reducer(parameters)
-            self._reducer.open()
-            self._reducer.expect([accumulations.get(id(each), 0) for each in self._parameters])
-
-    def end_backward(self) -> bool:
-        """End that backward; return whether it accumulated no gradient more often."""
-        if not self._reduces:
-            return True
-        is_as_expected = not any(self._reducer.further_accumulations())
-        self._reducer.expect([0] * len(self._parameters))
-        missing = set(self._reducer.missing())
-        self._ready = {place for place in range(len(self._parameters)) if place not in missing}
-        return is_as_expected
-
-    def begin_counting(self) -> None:
-        """Begin to count how often autograd accumulates each gradient."""
-        if self._reducer is not None:
-            self._reducer.expect([-1] * len(self._parameters))
-
-    def end_counting(self) -> dict[int, int] | None:
-        """Return the counts by the parameter's id; ``None`` before the first reduction."""
-        if self._reducer is None:
-            return None
-        counts = self._reducer.further_accumulations()
-        self._reducer.expect([0] * len(self._parameters))
-        return {id(each): count for each, count in zip(self._parameters, counts, strict=True)}
-
-    @property
-    def has_reduced(self) -> bool:
-        """Whether the last step reduced gradients, and did not only accumulate them."""
-        return not self._accumulated
-
-    def reduce_again(self) -> None:
-        """Reduce the gradients of a step once more."""
-        self._reduce_all()
-
     def _is_reducing_step(self) -> bool:
         """Count a step; return whether it reduces gradients."""
         self._steps += 1
@@ -221,8 +164,8 @@ class GradientReducer:
         self._reducer = torch.classes.smd.Reducer(
             parameters, names, [], [], [], [], list(self._group.ranks or ()), sizes, settings
         )
-        if self._has_stages or not self._overlapping:
-            self._reducer.remove_hooks()
+        # Stages, and not a backward's end, determine when a gradient is complete.
+        self._reducer.remove_hooks()
 
     def _mark_ready(self, places: Iterable[int]) -> None:
         complete = [place for place in places if self._parameters[place].grad is not None]
@@ -273,90 +216,6 @@ def warn_of_sums() -> None:
         "are averaged over replicas, and summed over microbatches, where `model.backward(loss)` averages over both",
         stacklevel=script_level(),
     )
-
-
-class BackwardOverlap:
-    """Chooses the backwards during which gradients are reduced (GRA-2)."""
-
-    def __init__(self) -> None:
-        #: By step function, what the last microbatch of its last call did.
-        self._expectations: weakref.WeakKeyDictionary[Any, ExpectedBackwards] = weakref.WeakKeyDictionary()
-        self._step: Any = None
-        self._calls = 0
-        self._accumulations: dict[int, int] | None = None
-        self._begun: list[GradientReducer] = []
-        #: The parameters, and their gradients when the latest backward of the last microbatch had ended.
-        self._after: tuple[list[torch.Tensor], GradientSnapshot] | None = None
-
-    def begin_step(self, step: Any) -> None:
-        """Begin a call of a step function, also after one that has failed."""
-        self._step, self._calls, self._accumulations, self._begun, self._after = step, 0, None, [], None
-
-    def backward(self, run: Callable[[], None], reducers: Reducers) -> None:
-        """Run a backward of the last microbatch; if it is the last one, reduce its gradients as they become complete.
-
-        Raises:
-            SMPUsageError: A gradient was accumulated more often than in the step before.
-        """
-        self._calls += 1
-        if self._begun:
-            # Its gradients are reduced at the end of the step.
-            run()
-            return
-        expected = self._expectations.get(self._step)
-        if expected is not None and self._calls == expected.calls:
-            for reducer, named in reducers:
-                reducer.begin_backward(named, expected.accumulations)
-                self._begun.append(reducer)
-            run()
-            is_as_expected = [reducer.end_backward() for reducer in self._begun]
-            if not all(is_as_expected):
-                raise SMPUsageError(
-                    "a layer in several checkpoints with `use_reentrant=True` was used more often than in the step "
-                    "before, while its gradient was reduced: pass `overlapping_allreduce=False` to "
-                    "`smp.DistributedModel`"
-                )
-            for reducer in self._begun:
-                reducer.finish()
-        else:
-            for reducer, _ in reducers:
-                reducer.begin_counting()
-            run()
-            counts = [reducer.end_counting() for reducer, _ in reducers]
-            known = [each for each in counts if each is not None]
-            self._accumulations = dict(ChainMap(*known)) if len(known) == len(counts) else None
-        parameters = [parameter for _, named in reducers for _, parameter in named]
-        self._after = parameters, GradientSnapshot(parameters)
-
-    def end_step(self) -> tuple[bool, bool]:
-        """End a step; return whether gradients were reduced, and whether the body has changed them afterwards."""
-        # Drops the gradients.
-        after, self._after = self._after, None
-        has_changed = after is None or after[1].has_changed(after[0])
-        if has_changed:
-            self._expectations.pop(self._step, None)
-        elif self._accumulations is not None:
-            self._expectations[self._step] = ExpectedBackwards(self._calls, self._accumulations)
-        return bool(self._begun), has_changed
-
-    def cancel(self) -> None:
-        """End a failed step: reductions that have begun fail on the other replicas, too."""
-        for reducer in self._begun:
-            reducer.cancel()
-        self._expectations.pop(self._step, None)
-        self.begin_step(None)
-
-
-class ExpectedBackwards(NamedTuple):
-    """The backwards of a step's last microbatch.
-
-    Attributes:
-        calls: Their number.
-        accumulations: By a parameter's id, how often the last of them accumulates its gradient.
-    """
-
-    calls: int
-    accumulations: Mapping[int, int]
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

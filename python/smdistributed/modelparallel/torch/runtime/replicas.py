@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed import _core
 from smdistributed.dataparallel.torch import distributed as dist
 from smdistributed.modelparallel.exceptions import SMPUnsupportedError, SMPUsageError
 from smdistributed.modelparallel.torch.join import TRAINING, Join
 from smdistributed.modelparallel.torch.partitioning import materialize
 from smdistributed.modelparallel.torch.runtime.executor import Microbatch
 from smdistributed.modelparallel.torch.runtime.failures import reporting_failures
-from smdistributed.modelparallel.torch.runtime.gradients import BackwardOverlap, GradientReducer
+from smdistributed.modelparallel.torch.runtime.fallbacks import script_level
+from smdistributed.modelparallel.torch.runtime.gradients import GradientReducer
 from smdistributed.modelparallel.torch.runtime.overlapped_run import OverlappedRun
 from smdistributed.modelparallel.torch.runtime.pipeline import Pipeline
 from smdistributed.modelparallel.torch.sharding.shard_reducer import ShardReducer
@@ -56,19 +59,16 @@ class Replicas:
         self._group, self._overlapping = group, overlapping
         self._average, self._broadcast_buffers = average, broadcast_buffers
         self._reducer: GradientReducer | ShardReducer | None = None
-        has_stages = state.cfg.pipeline_parallel_degree > 1
         if group is not None and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1):
             self._reducer = ShardReducer(passes)
         elif group is not None:
-            self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes, has_stages)
+            self._reducer = GradientReducer(group, bucket_cap_mb, overlapping, passes)
         self._has_rdp_group = rdp_group is not group
         #: The reducer of gradients that are averaged over `rdp_group`, if that is another group.
         self._rdp_reducer: GradientReducer | None = None
         # Reducers of sharded gradients store the group of each parameter.
         if self._has_rdp_group and rdp_group is not None and not isinstance(self._reducer, ShardReducer):
-            self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes, has_stages)
-        overlaps = overlapping and not has_stages and isinstance(self._reducer, GradientReducer)
-        self._overlap = BackwardOverlap() if overlaps else None
+            self._rdp_reducer = GradientReducer(rdp_group, bucket_cap_mb, overlapping, passes)
         self.join_context: Join | None = None
 
     @property
@@ -139,47 +139,13 @@ class Replicas:
         assert isinstance(self._reducer, GradientReducer)
         self._reducer.join_shadow(model.local_named_parameters())
 
-    def begin_step_alone(self, step: Hashable) -> None:
-        """Begin a call of a step function with one partition."""
-        if self._overlap is not None:
-            self._overlap.begin_step(step)
-
-    def run_last_backward(self, model: DistributedModel, run: Callable[[], None]) -> None:
-        """Run a backward of the last microbatch of a step with one partition, and reduce its gradients (GRA-2)."""
-        if self._active_overlap is None:
-            run()
-        else:
-            self._active_overlap.backward(run, cast("list[tuple[GradientReducer, Any]]", self._reducers(model)))
-
-    def cancel_step_alone(self) -> None:
-        """End a failed step with one partition."""
-        if self._overlap is not None:
-            self._overlap.cancel()
-
     def reduce(self, model: DistributedModel) -> None:
-        """Reduce all gradients that are not reduced yet, after a step with one partition."""
-        overlap = self._active_overlap
-        is_reduced, has_changed = (False, False) if overlap is None else overlap.end_step()
-        if not is_reduced:
-            for reducer, parameters in self._reducers(model):
-                reducer.reduce(parameters)
-        if overlap is None or not all(reducer.has_reduced for reducer in self._gradient_reducers()):
-            return
-        # A body may have changed gradients after they were reduced (GRA-2).
-        late = torch.tensor([int(is_reduced and has_changed)], dtype=torch.int32, device="cpu")
-        dist.all_reduce(late, ReduceOp.MAX, self._group)
-        if late.item():
-            for reducer in self._gradient_reducers():
-                reducer.reduce_again()
-
-    @property
-    def _active_overlap(self) -> BackwardOverlap | None:
-        """What reduces gradients during backwards; ``None`` in ``model.join()``, and with a communication hook."""
-        has_hook = self._reducer is not None and self._reducer.hook is not None
-        return None if has_hook or self.join_context is not None else self._overlap
-
-    def _gradient_reducers(self) -> list[GradientReducer]:
-        return [each for each in (self._reducer, self._rdp_reducer) if isinstance(each, GradientReducer)]
+        """Reduce all gradients, after a step with one partition."""
+        if self._overlapping and isinstance(self._reducer, GradientReducer):
+            _core.note_fallback("reduced_after_backward")
+            _warn_of_one_partition()
+        for reducer, parameters in self._reducers(model):
+            reducer.reduce(parameters)
 
     def _reducers(
         self, model: DistributedModel
@@ -245,6 +211,16 @@ class Replicas:
                 )
 
         tensor.register_hook(refuse)
+
+
+@functools.cache
+def _warn_of_one_partition() -> None:
+    warnings.warn(
+        "with one partition, gradients are reduced when a step has ended, not during its backward: "
+        "`smdistributed.dataparallel` and `sharded_data_parallel_degree` reduce them during the backward. "
+        "`overlapping_allreduce=False` omits this warning",
+        stacklevel=script_level(),
+    )
 
 
 def _nothing(stage: int, last: Microbatch) -> None:

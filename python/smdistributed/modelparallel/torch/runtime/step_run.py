@@ -64,7 +64,6 @@ class StepRun:
         self._written: list[list[tuple[torch.Tensor, Value]]] = []
         self._recordings: list[Recording] = []
         self._begin_recording: Callable[[], None] | None = None
-        self._is_last_microbatch = False
 
     @property
     def scale(self) -> float:
@@ -79,35 +78,12 @@ class StepRun:
 
     def run_alone(self, calls: Sequence[Call]) -> list[Any]:
         """Run the body once for each microbatch on a single partition, and return the outputs."""
-        replicas = self._model.replicas
-        replicas.begin_step_alone(self._step)
-        try:
-            return self._run_alone(calls)
-        except BaseException:
-            replicas.cancel_step_alone()
-            raise
-
-    def backward_alone(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run autograd on a single partition."""
-
-        def run() -> None:
-            # PyTorch's stubs know no sequence of optional tensors.
-            of_roots: Any = gradients
-            torch.autograd.backward(tensors, of_roots)
-
-        if self._is_last_microbatch:
-            self._model.replicas.run_last_backward(self._model, run)
-        else:
-            run()
-
-    def _run_alone(self, calls: Sequence[Call]) -> list[Any]:
         model, replicas = self._model, self._model.replicas
         before = GradientSnapshot(model.local_parameters()) if replicas.are_reduced else None
         replicas.sync_buffers(model)
         torch.ops.smd.begin_step_of_products()
         outputs = []
-        for number, (args, kwargs) in enumerate(calls):
-            self._is_last_microbatch = number == len(calls) - 1
+        for args, kwargs in calls:
             with contextlib.nullcontext() if model.offloader is None else model.offloader.collecting():
                 output = self._body(*args, **kwargs)
             if self._detach:

@@ -1,4 +1,4 @@
-//! Addresses that are no multiples of a vector, from which the kernels load number by number.
+//! Addresses that are no multiples of a vector, from which the kernels load element by element.
 
 use std::sync::Once;
 
@@ -19,7 +19,7 @@ pub(super) fn note(request: &Request) {
         let (bytes, past) = (tensor.bytes(), tensor.ptr() as usize % VECTOR);
         tracing::warn!(
             "a collective's tensor of {bytes} bytes begins {past} bytes past a multiple of {VECTOR}, so GPUs load it \
-             number by number, which takes longer: pass tensors that begin at the start of their memory or at a \
+             element by element, which takes longer: pass tensors that begin at the start of their memory or at a \
              multiple of {VECTOR} bytes; further ones are counted as `unaligned_tensor` in the metrics"
         );
     });
