@@ -122,8 +122,8 @@ REMEDIES = {
     "undivided_module": "a warning names the module and the error; `smp.set_partition` divides it by hand",
     "without_prefetch": "raise `sdp_max_live_parameters` to the value in the warning",
     "reduced_after_backward": "a warning names the setting because of which gradients wait for the end of the step",
-    "dense_attention_bias": "a warning names the mask; pass none where nothing is masked",
-    "without_xla": "a warning names the model; compile it without XLA, or use `smdistributed.modelparallel`",
+    "dense_attention_bias": "a warning names the reason; pass no `attention_mask` for batches without padding",
+    "without_xla": "a warning names the reason; layers can use `tf.function(.., jit_compile=True)` for their parts",
     "far_stores": "bind the ranks of a host to cores that share a cache, if there are any: `taskset`, `numactl`",
     "unaligned_tensor": "pass tensors that begin at a multiple of 16 bytes",
 }
